@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm test-serving test-monitoring faults bench \
+.PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm test-serving test-monitoring faults bench configs \
   bench-gpu real bench-startup test-gpu lint reference docs tiny-base clean
 
 setup: $(READY)
@@ -134,6 +134,11 @@ test-monitoring: setup
 # runs of reinforcement and their server, and proves from the records that each answer counted once.
 faults: setup
 	$(BIN)/python -m tests.faults.harness --method $(METHOD) --num-kills $(N) --seed $(SEED)
+
+# Run every shipped config from its first step to its export, on models of their real depth with small random weights:
+# 15 minutes. ONLY="qwen3_8b_lora tiny_lora" runs some.
+configs: setup
+	$(BIN)/python -m benchmarks.run_configs $(ONLY)
 
 # Compare with torchtune and TRL on the CPU; the machine must be idle. About 25 minutes. ROWS=FILE adds real rows.
 bench: setup

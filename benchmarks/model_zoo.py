@@ -75,6 +75,7 @@ _SIZES: dict[str, Any] = {
 }
 # Keys that others imply, which are left to transformers' own rules for the smaller sizes.
 _IMPLIED = ("qk_head_dim", "moe_layers", "full_attn_idxs", "layers_block_type_indices", "max_window_layers")
+_POSITIONS = ("max_position_embeddings", "model_max_length")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
 
 _VISION = {
@@ -284,8 +285,13 @@ def find_entry(model_type: str) -> Entry:
     return next(entry for entry in ENTRIES if entry.model_type == model_type)
 
 
-def shrink(default: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a config with the choices of a default one, in sizes of a tiny model."""
+def shrink(
+    default: Mapping[str, Any], changes: Mapping[str, Any] | None = None, keeps_depth: bool = False
+) -> dict[str, Any]:
+    """Return a config with the choices of a default one, in sizes of a tiny model.
+
+    ``keeps_depth``: with all layers and positions of the default; otherwise with a few layers of every kind.
+    """
     values = {key: value for key, value in default.items() if key not in _IMPLIED}
     values |= {key: size for key, size in _SIZES.items() if default.get(key) is not None or key.endswith("token_id")}
     heads, groups = default.get("num_attention_heads"), default.get("num_key_value_heads")
@@ -298,6 +304,10 @@ def shrink(default: Mapping[str, Any], changes: Mapping[str, Any] | None = None)
         values |= {"n_group": 4, "topk_group": 2}
     if (default.get("first_k_dense_replace") or 0) > 1:
         values["first_k_dense_replace"] = 1
+    if keeps_depth:
+        values |= {key: default[key] for key in _POSITIONS if key in default}
+        values |= {key: 0 for key in _SIZES if default.get(key) == 0}  # Granite 4 Micro has no experts
+        return values | dict(changes or {})
     values |= _cut_layers(default)
     if isinstance(rope := default.get("rope_parameters"), dict):
         values["rope_parameters"] = _shrink_rope(rope)
@@ -379,7 +389,7 @@ def _find_class(config: Any) -> str | None:
     return None
 
 
-def save_weights(folder: Path) -> None:
+def save_weights(folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Save random weights next to a config.json, by transformers' own class and in its form of checkpoints."""
     import transformers
 
@@ -395,4 +405,4 @@ def save_weights(folder: Path) -> None:
             noise = torch.empty_like(tensor).normal_(std=0.08, generator=generator)
             # Norms and biases move from their starting values, of which an error would not show.
             tensor.copy_(noise if tensor.ndim > 1 and "conv" not in name else tensor + noise)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)

@@ -1,0 +1,161 @@
+"""Model directories of public models at their real depth, with small random weights and a small tokenizer.
+
+Depth, kinds of layers, ties, scales, windows' pattern and positions are those of the model's own config.json, as in
+``fctune/models/public_configs.json``; hidden sizes, heads, experts and the vocabulary are small. The chat template
+is the model's own where an installed package has it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.model_zoo import find_entry, save_weights, shrink
+from benchmarks.templates import ADDED, PIECES, SPECIAL, find_templates
+from fctune.assets.tokenizer import train_tokenizer
+from fctune.models.hub import parse_name
+from fctune.models.sources import find_public_config
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Chat template and special tokens of a public model, as in its tokenizer_config.json and generation_config.json.
+
+    Attributes:
+        template: Name in ``benchmarks.templates``; None if no installed package has it.
+        bos: Token that begins a text; None for models without one.
+        eos: Token that ends a text.
+        pad: Token of padding.
+        stops: Tokens that end an answer besides ``eos``.
+        sizes: Sizes in place of the smallest.
+    """
+
+    template: str | None
+    bos: str | None
+    eos: str
+    pad: str
+    stops: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+# 4-bit weights share scales in groups of 16,384.
+_NF4 = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+_LLAMA = ("<|begin_of_text|>", "<|eot_id|>", "<|finetune_right_pad_id|>", ("<|end_of_text|>", "<|eom_id|>"))
+_QWEN = (None, "<|im_end|>", "<|endoftext|>", ("<|endoftext|>",))
+FAMILIES = {
+    "meta-llama/Llama-3.1-8B-Instruct": Family("llama3_1", *_LLAMA),
+    "meta-llama/Llama-3.2-1B-Instruct": Family("llama3_2", *_LLAMA, _NF4),
+    "meta-llama/Llama-3.3-70B-Instruct": Family("llama3_1", *_LLAMA),
+    "Qwen/Qwen2-7B-Instruct": Family(None, *_QWEN),
+    "Qwen/Qwen2.5-72B-Instruct": Family("qwen2_5", *_QWEN),
+    "Qwen/Qwen3-0.6B": Family("qwen3", *_QWEN),
+    "Qwen/Qwen3-4B-Instruct-2507": Family("qwen3_instruct_2507", *_QWEN),
+    "Qwen/Qwen3-8B": Family("qwen3", *_QWEN),
+    "Qwen/Qwen3-32B": Family("qwen3", *_QWEN),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": Family("qwen3_instruct_2507", *_QWEN),
+    "Qwen/Qwen3.5-4B": Family("qwen3_5_think", *_QWEN),
+    "openai/gpt-oss-20b": Family("gptoss", "<|startoftext|>", "<|return|>", "<|endoftext|>", ("<|call|>",)),
+    "google/gemma-3-270m": Family("gemma3", "<bos>", "<eos>", "<pad>"),
+    "google/gemma-3-270m-it": Family("gemma3", "<bos>", "<eos>", "<pad>", ("<end_of_turn>",)),
+    "google/gemma-4-E4B-it": Family("gemma4_v5", "<bos>", "<eos>", "<pad>", ("<turn|>", "<|tool_response>")),
+    "mistralai/Ministral-3-8B-Instruct-2512-BF16": Family(None, "<s>", "</s>", "<pad>"),
+    "ibm-granite/granite-4.0-micro": Family(None, "<|end_of_text|>", "<|end_of_text|>", "<|pad|>"),
+    "HuggingFaceTB/SmolLM3-3B": Family(None, "<|begin_of_text|>", "<|im_end|>", "<|im_end|>"),
+}
+
+
+def save_tokenizer(folder: Path, family: Family, template: str | None, texts: Iterable[str]) -> dict[str, int]:
+    """Write a small tokenizer with a family's special tokens, and return the ids of its added tokens."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    # The template's own words are few tokens, as for the real tokenizer, so that rows are short.
+    texts = [*texts, *[template or ""] * 30, *["a:\n\nb>\n\nc.\n\n"] * 3]
+    tokenizer = train_tokenizer(texts, PIECES, vocab_size=4000)
+    roles = {"bos_token": family.bos, "eos_token": family.eos, "pad_token": family.pad}
+    special = {token for token in (*roles.values(), *family.stops) if token is not None}
+    special |= set(SPECIAL.findall(template or ""))
+    tokenizer.add_special_tokens(sorted(special))
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ADDED if token in (template or "")])
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
+    saved.save_pretrained(folder)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return {**saved.get_added_vocab(), "": len(tokenizer.get_vocab())}
+
+
+def save_model(folder: Path, name: str, texts: Iterable[str]) -> None:
+    """Write a model directory of a public model: its config.json in small sizes, random weights and a tokenizer.
+
+    Raises:
+        KeyError: The model is not in ``FAMILIES`` or ``public_configs.json``.
+        FileNotFoundError: The package with its chat template is not installed.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    family, raw = FAMILIES[name], find_public_config(name)
+    if raw is None:
+        raise KeyError(f"{name} is not in fctune/models/public_configs.json")
+    folder.mkdir(parents=True)
+    template = next((t.source for t in find_templates() if t.name == family.template), None)
+    if family.template is not None and template is None:
+        raise FileNotFoundError(f"the chat template {family.template} is not installed: pip install -e '.[dev]'")
+    ids = save_tokenizer(folder, family, template, texts)
+    eos = sorted({ids[token] for token in (family.eos, *family.stops)})
+    size = math.ceil(ids[""] / 64) * 64
+    tokens: dict[str, Any] = {**family.sizes, "vocab_size": size, "pad_token_id": ids[family.pad], "eos_token_id": eos}
+    tokens["bos_token_id"] = None if family.bos is None else ids[family.bos]
+    if "text_config" in raw:
+        text = raw["text_config"]
+        if "vocab_size_per_layer_input" in text:
+            tokens["vocab_size_per_layer_input"] = size
+        sections = find_entry(raw["model_type"]).sections or {}
+        small = {**raw, **sections, "text_config": shrink(text, tokens, keeps_depth=True)}
+    else:
+        small = shrink(raw, tokens, keeps_depth=True)
+    config = CONFIG_MAPPING[raw["model_type"]].from_dict(small)
+    config.architectures = raw.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    generation = {"eos_token_id": eos, "pad_token_id": ids[family.pad]}
+    (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    save_weights(folder, torch.bfloat16)
+
+
+def place_model(cache_dir: Path, path: str, texts: Iterable[str]) -> Path:
+    """Put the model of ``hf:NAME[@REVISION]`` where the hub's client looks for a downloaded one, unless it is there.
+
+    Args:
+        cache_dir: Value of HF_HUB_CACHE.
+        path: ``model.path`` of a config.
+        texts: Texts that the tokenizer is trained on.
+    """
+    named = parse_name(path)
+    assert named is not None
+    name, revision = named
+    root = cache_dir / f"models--{name.replace('/', '--')}"
+    commit = revision or "0" * 40
+    folder = root / "snapshots" / commit
+    if not folder.exists():
+        (root / "refs").mkdir(parents=True, exist_ok=True)
+        (root / "refs" / "main").write_text(commit)
+        with tempfile.TemporaryDirectory(dir=cache_dir) as making:  # an interrupted one is not taken for a model
+            save_model(Path(making) / "model", name, texts)
+            folder.parent.mkdir(exist_ok=True)
+            (Path(making) / "model").rename(folder)
+    return folder
+
+
+def describe_layers(model_dir: Path) -> str:
+    """Return the number and kinds of a model's layers."""
+    raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    text = raw.get("text_config", raw)
+    kinds = list(dict.fromkeys(text.get("layer_types") or []))
+    return f"{text['num_hidden_layers']} {raw['model_type']}" + (f" ({', '.join(kinds)})" if len(kinds) > 1 else "")
