@@ -46,20 +46,24 @@ if [ "$serves" = 1 ]; then
     --python .vllm/bin/python --port "$port" --vllm="$options ${VLLM:-}" &
   server=$!
 fi
-trap '[ -z "$server" ] || { kill -TERM "$server" 2> /dev/null; wait "$server" 2> /dev/null; }' EXIT
+stand_in=''
+trap '[ -z "$stand_in" ] || kill -KILL "$stand_in" 2> /dev/null; [ -z "$server" ] || { kill -TERM "$server" 2> /dev/null; wait "$server" 2> /dev/null; }' EXIT
 
 is_server_lost() {
   if [ -n "$server" ]; then ! kill -0 "$server" 2> /dev/null; else [ "$lost_file" -nt "$done_file.$node" ]; fi
 }
 
 if [ "$trains" = 0 ]; then
+  sky/preempt.sh --on-signal sky.skylet.skylet > /dev/null 2>&1 &
+  stand_in=$!
+  trap 'touch "$lost_file"; exit 1' TERM # the training saves and ends
   while [ ! "$done_file" -nt "$done_file.$node" ]; do
     if is_server_lost; then
       touch "$lost_file"
       echo "$0: the server has ended; its output is above" >&2
       exit 1
     fi
-    sleep 5
+    sleep 5 > /dev/null 2>&1 & wait "$!"
   done
   exit 0
 fi

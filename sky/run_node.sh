@@ -9,7 +9,8 @@
 #   NUM_NODES=2 NODE_RANK=0 MASTER_ADDR=node-0 CONFIG=... sky/run_node.sh
 #
 # .env.example describes CONFIG and the other variables. Exit codes: 0 done, 1 a failed check or run, 2 wrong config or
-# data, 75 stopped on request after saving: re-run the same command to resume.
+# data, 74 the disk takes no checkpoint or hangs: free some space first, 75 stopped on request after saving. After 74 and
+# 75, the same command resumes.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 [ ! -x .venv/bin/tune ] || PATH=$PWD/.venv/bin:$PATH
@@ -42,6 +43,8 @@ recipe='' output_dir='' log='' arguments=()
 # shellcheck source=/dev/null
 . "$launch"
 [ -n "$recipe" ] || { echo "$0: the preflight did not name a recipe" >&2; exit 1; }
+started=${log%.log}.started # older than what this launch records, by the clock of the shared disk
+touch "$started"
 # Set only after the preflight: torch creates these folders, which would hide a missing disk.
 kernels=$FCTUNE_NETWORK/cache
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$kernels/inductor}
@@ -76,7 +79,7 @@ copy_records() {
     [ ! -f "$output_dir/$file" ] || cp -p "$output_dir/$file" "$mirror/$file"
   done
 } 2> /dev/null
-copier=''
+copier='' stand_in=''
 if [ "$node" = 0 ] && [ -d "$mirror" ]; then
   # The pipe is never written to, so `read` waits without a process that would outlive this one.
   (
@@ -91,6 +94,7 @@ if [ "$node" = 0 ] && [ -d "$mirror" ]; then
   copier=$!
 fi
 finish_mirror() {
+  [ -z "$stand_in" ] || kill -KILL "$stand_in" 2> /dev/null
   [ -n "$copier" ] || return 0
   kill -KILL "$copier" 2> /dev/null
   rm -f "$kept_kernels.$copier"
@@ -110,6 +114,12 @@ run_id=${SKYPILOT_TASK_ID:-${SLURM_JOB_ID:+slurm-$SLURM_JOB_ID-${SLURM_RESTART_C
 # The prefix matters: an ID that starts with a dash would be read as an option.
 run_id=${run_id:-run$output_dir}
 run_id=${run_id//[^[:alnum:]_.-]/-}
+
+# SkyPilot runs the hook for preemption only on the head; any pod may be the one that is stopped.
+if [ "$node" != 0 ] && [ -n "${SKYPILOT_NODE_RANK:-}" ] && [ -z "${SLURM_JOB_ID:-}" ] && ! pgrep -f 'sky\.skylet\.skylet' > /dev/null; then
+  sky/preempt.sh --on-signal sky.skylet.skylet > /dev/null 2>&1 &
+  stand_in=$!
+fi
 
 requests=0
 trap 'requests=$((requests + 1))' USR1 TERM INT
@@ -139,13 +149,17 @@ wait "$torchrun" 2>/dev/null; last=$?  # torchrun may have ended during a trap; 
 [ "$last" = 127 ] || ended=$last
 
 # torchrun replaces every worker's exit code with 1. Rank 0 writes the real one to exit.json, which may appear late on
-# other nodes.
+# other nodes. A launch that has left the run before as it was writes not_started.json instead.
 [ "$ended" != 0 ] || { finish_mirror; exit 0; }
+code=''
 for _ in {1..5}; do
-  [ -f "$output_dir/exit.json" ] && break
+  for record in "$output_dir/exit.json" "$output_dir/not_started.json"; do
+    [ ! "$record" -nt "$started" ] || code=$(timeout 10 python -c \
+      'import json, sys; print(json.load(open(sys.argv[1]))["code"])' "$record" 2> /dev/null)
+  done
+  [ -z "$code" ] || break
   sleep 1
 done
-code=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["code"])' "$output_dir/exit.json" 2>/dev/null)
 [ "${code:-0}" != 0 ] || code=1
 finish_mirror
 # Stopped for good, as fctune sweep stops the worst runs: with another code, the job would be restarted.

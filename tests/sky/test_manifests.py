@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -29,13 +30,14 @@ class PodRequest(NamedTuple):
     memory_gb: int
     is_fast: bool = False  # uses the fast network
     disk: str = ""  # size of a separate one for each pod
+    grace_s: int | None = None  # for saving before a preemption
 
 
 TASKS = {
-    "finetune": PodRequest(2, 8, 100, 1000, is_fast=True, disk="2000Gi"),
+    "finetune": PodRequest(2, 8, 100, 1000, is_fast=True, disk="2000Gi", grace_s=300),
     "acceptance": PodRequest(2, 8, 64, 1400, is_fast=True, disk="200Gi"),
     "eval": PodRequest(1, 1, 8, 64),
-    "grpo": PodRequest(2, 8, 100, 1000, is_fast=True, disk="2000Gi"),
+    "grpo": PodRequest(2, 8, 100, 1000, is_fast=True, disk="2000Gi", grace_s=300),
     "serve": PodRequest(1, 1, 8, 64),
 }
 
@@ -97,6 +99,14 @@ def check_pod(spec: dict[str, Any], expected: PodRequest, claim: str) -> None:
     assert ("IPC_LOCK" in added) == expected.is_fast
     assert not container.get("securityContext", {}).get("privileged")
     assert not spec.get("hostNetwork")
+    assert spec.get("terminationGracePeriodSeconds") == expected.grace_s
+    if expected.grace_s is not None:
+        *_, script = container["lifecycle"]["preStop"]["exec"]["command"]
+        # It signals SkyPilot's daemon, or the process that stands in for it where there is none, and waits.
+        (pattern,) = re.findall(r"pgrep -of '(.*)'", script)
+        assert re.search(pattern, "bash sky/preempt.sh --on-signal sky.skylet.skylet")
+        assert 'kill -TERM "$PID"' in script
+        assert f"-lt {expected.grace_s} ]" in script
 
 
 def changed(path: Path, folder: Path, **changes: Any) -> Path:

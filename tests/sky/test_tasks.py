@@ -103,6 +103,16 @@ def test_a_task_mounts_only_defined_volumes_that_its_nodes_can_share(path: Path)
         assert volumes[name]["config"]["access_mode"] == "ReadWriteMany" or task.get("num_nodes", 1) == 1
 
 
+@pytest.mark.parametrize("name", ["finetune", "grpo"])
+def test_tasks_that_train_on_kubernetes_save_before_a_preemption(name: str) -> None:
+    (hook,) = load(SKY / f"{name}.yaml")["config"]["hooks"]
+    assert hook["events"] == ["preemption"]
+    assert 60 <= hook["timeout"] <= 600, "cluster-autoscaler waits no longer"
+    script = ROOT / hook["run"].split("&& ")[1]
+    assert hook["run"].startswith("cd ~/sky_workdir && ")
+    assert os.access(script, os.X_OK)
+
+
 @pytest.mark.parametrize("path", TASKS, ids=name_of)
 def test_no_secret_is_declared_in_the_file(path: Path) -> None:
     task = load(path)
