@@ -61,7 +61,7 @@ def train(job: Job, recorder: Recorder) -> None:
     from fctune.config.loading import parse_config
     from fctune.config.schema import RunConfig
     from fctune.telemetry.sinks import JsonlSink, SinkGroup
-    from fctune.training.entry import open_run, start_run
+    from fctune.training.entry import choose_start, open_run
     from fctune.training.host_memory import reuse_freed_memory
     from recipes.full_fc_distributed import FullFunctionCallingRecipe
     from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
@@ -77,7 +77,7 @@ def train(job: Job, recorder: Recorder) -> None:
     if world.device.type == "cpu":
         reuse_freed_memory()
     run = open_run(config, world)
-    start_run(run, config)
+    choose_start(run, config)
     recipe = (LoRAFunctionCallingRecipe if job.adapter else FullFunctionCallingRecipe)(config, world, run)
     recipe.setup()
     profiler = _Profiler(job)

@@ -18,6 +18,10 @@ class CheckpointError(ValueError):
     """Weights or a checkpoint that cannot be read, written or resumed from."""
 
 
+class DiskError(CheckpointError):
+    """A disk that is full, gone or read-only, so that weights cannot be written."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during work that reports what it kept."""
 

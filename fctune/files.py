@@ -1,12 +1,13 @@
-"""Durable files: atomic replacement, flushing to disk, checksums, and marks of files in use."""
+"""Durable files: atomic replacement, flushing, time limits for disks that hang, checksums, and marks of use."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -77,6 +78,27 @@ def staged_directory(path: Path, *, suffix: str = "partial", replaces: bool = Fa
             staging.rename(path)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def run_within(limit_s: float, action: Callable[[], object]) -> bool:
+    """Run ``action`` on a thread, for at most ``limit_s``, because a disk may hang; returns True if it has ended.
+
+    An ``OSError`` ends it, too.
+    """
+
+    def run() -> None:
+        with suppress(OSError):
+            action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()
+
+
+def format_bytes(count: int) -> str:
+    """Format a size for a message, such as ``1.5 GiB`` or ``20 MiB``."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.{int(count < 10 * 2**20)}f} MiB"
 
 
 def flush(path: Path) -> None:

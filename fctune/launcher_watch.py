@@ -17,6 +17,7 @@ from pathlib import Path
 
 _EVERY_S = 0.5
 _RECORD_S = 5.0  # limit for recording the end, because a disk may hang
+_STUCK_S = 20.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -49,6 +50,26 @@ def _watch(launcher: int, record: Callable[[], None]) -> None:
     recorder.start()
     recorder.join(_RECORD_S)
     os._exit(1)
+
+
+def kill_launcher_later() -> None:
+    """Kill the launcher if this process, which is about to end, is still there after a while.
+
+    The kernel keeps a process of which a thread waits for a disk that does not answer, and torchrun would wait for it
+    forever. A launcher that sees such a process itself ends before.
+    """
+    if not _is_launched() or sys.platform != "linux":
+        return
+    rank, launcher = os.getpid(), os.getppid()
+    if os.fork():
+        return
+    time.sleep(_STUCK_S)  # only system calls here, because the other threads' locks are not released in a fork
+    try:
+        state = Path(f"/proc/{rank}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        if int(state[1]) == launcher:
+            os.kill(launcher, signal.SIGKILL)
+    finally:
+        os._exit(0)
 
 
 def _is_launched() -> bool:

@@ -8,6 +8,7 @@ is in ``fctune/training/recipe.py``.
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from fctune.checkpoint.hf_checkpoint import HFModelWeights
 from fctune.models.export import export_merged
@@ -37,14 +38,13 @@ class FullFunctionCallingRecipe(FineTuning, FTRecipeInterface):
         """Return the form of elastic checkpoints: a Hugging Face model."""
         return HFModelWeights(self.model.architecture, self.model_dir, self.prompting())
 
-    def exports(self) -> list[Callable[[], None]]:
-        """Return the export of the model, to the directory where the LoRA recipe writes its merged model."""
-        out = self.run.directory.export / "merged"
-        return [
-            lambda: export_merged(
+    def exports(self) -> dict[str, Callable[[Path], None]]:
+        """Return the export of the model, under the name of the LoRA recipe's merged model."""
+        return {
+            "merged": lambda out: export_merged(
                 self.model, self.model_dir, out, is_writer=self.world.is_main, prompting=self.prompting()
             )
-        ]
+        }
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune import distributed
-from fctune.checkpoint.store import Checkpoint, CheckpointStore, describe_unmarked, open_checkpoint, verify
+from fctune.checkpoint.store import Checkpoint, CheckpointStore, newest_first, open_checkpoint, verify
 from fctune.distributed import World
 from fctune.errors import CheckpointError
 
@@ -67,26 +67,27 @@ def choose_checkpoint(resume: str, store: CheckpointStore, world: World) -> tupl
         return None, []
     unmarked: list[Checkpoint] = []
     if resume == "auto":
-        candidates, unmarked = distributed.run_on_rank_0(lambda: (store.list_complete(), store.list_unmarked()))
+        marked, unmarked = distributed.run_on_rank_0(lambda: (store.list_complete(), store.list_unmarked()))
+        candidates = newest_first([*marked, *unmarked])
     else:
         candidates = [distributed.run_on_rank_0(lambda: open_checkpoint(Path(resume)))]
     chosen: Resume | None = None
     not_used: list[str] = []
+    is_damaged = False
     for candidate in candidates:
         try:
             state = distributed.run_on_all_ranks(lambda c=candidate: _verify_and_read(c, world))  # type: ignore[misc]
         except CheckpointError as error:
-            not_used.append(str(error))
+            not_used.append(f"{error} Its marker is missing, too." if candidate in unmarked else str(error))
+            # A run that was killed before it marked its first checkpoint starts over.
+            is_damaged |= candidate not in unmarked
         else:
             chosen = Resume(candidate, state)
             break
-    is_damaged = chosen is None and bool(candidates)
-    # A run that was killed before it marked its first checkpoint starts over, so these are no reason to stop.
-    not_used += [describe_unmarked(c) for c in unmarked if chosen is None or c.step > chosen.checkpoint.step]
     if world.is_main:
         for problem in not_used:
             logger.warning("checkpoint skipped: %s", problem)
-    if is_damaged:
+    if is_damaged and chosen is None:
         problems = "\n".join(f"  {problem}" for problem in not_used)
         raise CheckpointError(
             f"every checkpoint is corrupt or incomplete:\n{problems}\n"

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,26 @@ from fctune.distributed import World
 
 logger = logging.getLogger("fctune")
 
+# Ends the process if a block takes longer than it may: (what it does, limit in seconds).
+Guard = Callable[[str, float], AbstractContextManager[None]]
+
 # Writes this rank's files: (folder, tensors on the CPU, JSON description, group) -> their records.
 WriteFiles = Callable[[Path, dict[str, Tensor], dict[str, Any], dist.ProcessGroup], list[FileRecord]]
+
+
+# Limit of the first save: this, and the time at the rate of a slow disk. Later ones take at most ten times the slowest.
+_FIRST_LIMIT_S, _SLOW_BYTES_S = 1800.0, 200e6
+_MIN_LIMIT_S, _FACTOR = 600.0, 10.0
+
+
+def first_write_limit(num_bytes: int) -> float:
+    """Return the seconds after which a write of this size counts as hanging, without an earlier one to compare."""
+    return _FIRST_LIMIT_S + num_bytes / _SLOW_BYTES_S
+
+
+def no_guard(what: str, limit_s: float) -> AbstractContextManager[None]:
+    """Return a ``Guard`` that has no limit."""
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +70,36 @@ class Saver:
         store: Where checkpoints are published.
         world: This rank.
         is_async: Save in a thread; otherwise ``start`` returns when the save is complete.
+        guard: Ends the process if a save hangs.
     """
 
-    def __init__(self, store: CheckpointStore, world: World, is_async: bool):
+    def __init__(self, store: CheckpointStore, world: World, is_async: bool, guard: Guard = no_guard):
         self.store = store
         self.world = world
         self.is_async = is_async
         self.last: SaveResult | None = None  # the newest to end
         self.last_good: Checkpoint | None = None
-        self.failure: SaveResult | None = None  # the newest to fail
+        self._guard = guard
+        self._slowest_s: float | None = None
         self._group = distributed.new_cpu_group()
         self._stager = Stager(world.device)
         self._thread: threading.Thread | None = None
         self._staged = threading.Event()
         self._crash: BaseException | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """True while this rank's part of a save runs."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(
-        self, kind: Kind, step: int, tensors: dict[str, Tensor], description: dict[str, Any], write: WriteFiles
+        self,
+        kind: Kind,
+        step: int,
+        tensors: dict[str, Tensor],
+        description: dict[str, Any],
+        write: WriteFiles,
+        store: CheckpointStore | None = None,
     ) -> None:
         """Start saving live tensors, which must not change before ``wait_staged`` returns.
 
@@ -77,11 +109,12 @@ class Saver:
             tensors: Tensors to copy and save.
             description: JSON part of the checkpoint.
             write: Writes this rank's files.
+            store: Where to publish in place of the saver's store.
         """
         self.finish()
         self._staged.clear()
         self._stager.mark()
-        arguments = (kind, step, tensors, description, write)
+        arguments = (store or self.store, kind, step, tensors, description, write)
         if self.is_async:
             self._thread = threading.Thread(target=self._run, args=arguments, name="save", daemon=True)
             self._thread.start()
@@ -112,7 +145,13 @@ class Saver:
             raise self._crash
 
     def _run(
-        self, kind: Kind, step: int, tensors: dict[str, Tensor], description: dict[str, Any], write: WriteFiles
+        self,
+        store: CheckpointStore,
+        kind: Kind,
+        step: int,
+        tensors: dict[str, Tensor],
+        description: dict[str, Any],
+        write: WriteFiles,
     ) -> None:
         started = time.perf_counter()
         try:
@@ -121,23 +160,34 @@ class Saver:
                 staged = self._stager.stage(tensors)
             finally:
                 self._staged.set()
-            num_bytes, error, checkpoint = self._write(kind, step, staged, description, write)
+            num_bytes = sum(distributed.all_gather_objects(self._count_bytes(staged), self._group))
+            limit_s = first_write_limit(num_bytes)
+            if self._slowest_s is not None:
+                limit_s = max(_MIN_LIMIT_S, _FACTOR * self._slowest_s)
+            with self._guard(f"saving {store.path(kind, step)}", limit_s):
+                error, checkpoint = self._write(store, kind, step, num_bytes, staged, description, write)
             self.last = SaveResult(kind, step, checkpoint, error, num_bytes, time.perf_counter() - started)
             if checkpoint is not None:
                 self.last_good = checkpoint
-            else:
-                self.failure = self.last
-            if self.world.is_main:
-                _report(self.last)
+                self._slowest_s = max(self.last.seconds, self._slowest_s or 0.0)
+                if self.world.is_main:
+                    size, seconds = num_bytes / 1e6, self.last.seconds
+                    logger.info("checkpoint: %s (%.1f MB in %.1f s)", checkpoint.path, size, seconds)
         except BaseException as crash:  # a bug: raised at training's next call of the saver
             self._crash = crash
 
     def _write(
-        self, kind: Kind, step: int, staged: dict[str, Tensor], description: dict[str, Any], write: WriteFiles
-    ) -> tuple[int, str | None, Checkpoint | None]:
-        """Write and publish; returns bytes over all ranks, the error and the checkpoint, equal on all ranks."""
-        num_bytes = sum(distributed.all_gather_objects(self._count_bytes(staged), self._group))
-        folder = self.store.partial_path(kind, step)
+        self,
+        store: CheckpointStore,
+        kind: Kind,
+        step: int,
+        num_bytes: int,
+        staged: dict[str, Tensor],
+        description: dict[str, Any],
+        write: WriteFiles,
+    ) -> tuple[str | None, Checkpoint | None]:
+        """Write and publish; returns the error or the checkpoint, equal on all ranks."""
+        folder = store.partial_path(kind, step)
         records: list[FileRecord] = []
 
         def find_folder() -> None:
@@ -149,9 +199,9 @@ class Saver:
             records.extend(write(folder, staged, description, self._group))
 
         def publish() -> None:
-            self.store.publish(kind, step, [record for of_rank in all_records for record in of_rank])
+            store.publish(kind, step, [record for of_rank in all_records for record in of_rank])
 
-        error = self._agree(lambda: self._start(kind, step, num_bytes) if self.world.is_main else None)
+        error = self._agree(lambda: _start(store, kind, step, num_bytes) if self.world.is_main else None)
         error = error or self._agree(find_folder)
         error = error or self._agree(write_own)
         if not error:
@@ -159,8 +209,8 @@ class Saver:
             error = self._agree(lambda: publish() if self.world.is_main else None)
         if self.world.is_main:
             with contextlib.suppress(OSError):
-                self.store.discard(kind, step) if error else self.store.prune()
-        return num_bytes, error, None if error else Checkpoint(self.store.path(kind, step), kind, step)
+                store.discard(kind, step) if error else store.prune()
+        return error, None if error else Checkpoint(store.path(kind, step), kind, step)
 
     def _count_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes this rank writes; replicated tensors are counted once over all ranks."""
@@ -175,14 +225,6 @@ class Saver:
                 num_bytes += tensor.numel() * tensor.element_size()
         return num_bytes
 
-    def _start(self, kind: Kind, step: int, num_bytes: int) -> None:
-        self.store.start(kind, step)
-        free = shutil.disk_usage(self.store.root).free
-        if free < num_bytes:
-            raise OSError(
-                None, f"{num_bytes:,} bytes are needed, but {free:,} are free on the disk of {self.store.root}"
-            )
-
     def _agree(self, action: Callable[[], None]) -> str | None:
         """Run ``action`` and return the first rank's disk error on every rank; None if no rank has one."""
         error: str | None = None
@@ -193,10 +235,8 @@ class Saver:
         return next((e for e in distributed.all_gather_objects(error, self._group) if e), None)
 
 
-def _report(result: SaveResult) -> None:
-    if result.checkpoint is None:
-        logger.warning("checkpoint of step %d FAILED: %s. Earlier checkpoints are intact.", result.step, result.error)
-    else:
-        logger.info(
-            "checkpoint: %s (%.1f MB in %.1f s)", result.checkpoint.path, result.num_bytes / 1e6, result.seconds
-        )
+def _start(store: CheckpointStore, kind: Kind, step: int, num_bytes: int) -> None:
+    store.start(kind, step)
+    free = shutil.disk_usage(store.root).free
+    if free < num_bytes:
+        raise OSError(None, f"{num_bytes:,} bytes are needed, but {free:,} are free on the disk of {store.root}")

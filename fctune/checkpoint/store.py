@@ -7,7 +7,7 @@
 
 A checkpoint is written under its hidden name. Then ``manifest.json`` lists each file with its size and checksum, the
 directory is renamed, and finally the marker, which holds the manifest's checksum, is put into it. A directory without
-its marker is never read.
+its marker is used only if its files match its manifest.
 """
 
 from __future__ import annotations
@@ -91,9 +91,10 @@ class CheckpointStore:
         partial.rename(final)
         flush(self.root)
         fire("mark", final.name)
-        write_atomically(final / _MARKERS[kind], manifest_checksum, is_durable=True)
-        shutil.rmtree(removed, ignore_errors=True)
-        return Checkpoint(final, kind, step)
+        checkpoint = Checkpoint(final, kind, step)
+        self._mark(checkpoint, manifest_checksum)
+        _delete(removed)
+        return checkpoint
 
     def discard(self, kind: Kind, step: int) -> None:
         """Delete the files of a checkpoint that could not be saved."""
@@ -107,26 +108,37 @@ class CheckpointStore:
         os.replace(link, self.root / name)
 
     def list_complete(self) -> list[Checkpoint]:
-        """Return the marked checkpoints, newest first; of the same step, the sharded one first."""
+        """Return the marked checkpoints; see ``newest_first``."""
         found = [c for entry in self._entries() if (c := _parse_name(entry)) and (entry / _MARKERS[c.kind]).is_file()]
-        return sorted(found, key=lambda c: (-c.step, c.kind != "sharded"))
+        return newest_first(found)
 
     def list_unmarked(self) -> list[Checkpoint]:
         """Return the checkpoints whose marker is missing, newest first."""
         found = [c for entry in self._entries() if (c := _parse_name(entry)) and not entry.is_symlink()]
-        return sorted((c for c in found if not (c.path / _MARKERS[c.kind]).is_file()), key=lambda c: -c.step)
+        return newest_first(c for c in found if not (c.path / _MARKERS[c.kind]).is_file())
 
     def sweep(self) -> list[str]:
-        """Delete hidden and unmarked directories that killed runs left; returns their names."""
+        """Delete the hidden and the incomplete directories that killed runs left; returns their names.
+
+        A checkpoint that lacks only its marker gets it.
+        """
         fire("sweep", self.root.name)
         swept: list[str] = []
+        for checkpoint in self.list_unmarked():
+            try:
+                verify(checkpoint)
+            except CheckpointError:
+                shutil.rmtree(checkpoint.path, ignore_errors=True)
+                swept.append(checkpoint.path.name)
+            else:
+                self._mark(checkpoint, checksum(checkpoint.path / MANIFEST))
         for entry in self._entries():
-            checkpoint = _parse_name(entry)
-            is_left = entry.name.startswith(".") or (checkpoint and not (entry / _MARKERS[checkpoint.kind]).is_file())
-            if is_left and entry.is_dir() and not entry.is_symlink():
+            if not entry.name.startswith("."):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
                 swept.append(entry.name)
-            elif entry.name.startswith("."):
+            else:
                 entry.unlink(missing_ok=True)
         return swept
 
@@ -147,39 +159,39 @@ class CheckpointStore:
                 fire("prune", checkpoint.path.name)
                 removed = self._removal_path(checkpoint.path)
                 checkpoint.path.rename(removed)  # a kill during deletion leaves nothing that looks complete
-                shutil.rmtree(removed, ignore_errors=True)
+                _delete(removed)
                 pruned.append(checkpoint.path.name)
         return pruned
+
+    def _mark(self, checkpoint: Checkpoint, manifest_checksum: str) -> None:
+        write_atomically(checkpoint.path / _MARKERS[checkpoint.kind], manifest_checksum, is_durable=True)
 
     def _entries(self) -> list[Path]:
         return sorted(self.root.iterdir()) if self.root.is_dir() else []
 
     def _removal_path(self, path: Path) -> Path:
         removed = path.with_name(f".{path.name}.removed")
-        shutil.rmtree(removed, ignore_errors=True)
+        _delete(removed)
         return removed
 
 
+def newest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Sort checkpoints by step, newest first; of the same step, the sharded one first."""
+    return sorted(checkpoints, key=lambda c: (-c.step, c.kind != "sharded"))
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Return the published checkpoint in a directory that a user named; links such as ``final`` are followed.
+    """Return the checkpoint in a directory that a user named; links such as ``final`` are followed.
 
     Raises:
-        CheckpointError: The directory is missing, is not a checkpoint, or is incomplete.
+        CheckpointError: The directory is missing or is not a checkpoint.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory. Pass a checkpoint, such as RUN/checkpoints/checkpoint-500.")
     checkpoint = _parse_name(path.resolve())
     if checkpoint is None:
         raise CheckpointError(f"{path}: not a checkpoint. Pass one, such as RUN/checkpoints/checkpoint-500.")
-    if not (checkpoint.path / _MARKERS[checkpoint.kind]).is_file():
-        raise CheckpointError(f"{describe_unmarked(checkpoint)} Use an older checkpoint.")
     return checkpoint
-
-
-def describe_unmarked(checkpoint: Checkpoint) -> str:
-    """Return why a checkpoint without its marker is not used."""
-    marker = _MARKERS[checkpoint.kind]
-    return f"{checkpoint.path}: incomplete: {marker}, which is written last, is missing."
 
 
 def read_manifest(checkpoint: Checkpoint) -> Mapping[str, FileRecord]:
@@ -190,7 +202,7 @@ def read_manifest(checkpoint: Checkpoint) -> Mapping[str, FileRecord]:
     """
     file, marker = checkpoint.path / MANIFEST, checkpoint.path / _MARKERS[checkpoint.kind]
     try:
-        if marker.read_text(encoding="utf-8") != checksum(file):
+        if marker.exists() and marker.read_text(encoding="utf-8") != checksum(file):
             raise CheckpointError(f"{file}: damaged: its checksum differs from the one in {marker.name}.")
         listed = json.loads(file.read_text(encoding="utf-8"))["files"]
         records = {name: FileRecord(name, int(of["bytes"]), str(of["xxh3_128"])) for name, of in listed.items()}
@@ -220,6 +232,13 @@ def verify(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
                 raise CheckpointError(f"{file}: damaged: its checksum differs from the manifest's.")
         except OSError as error:
             raise CheckpointError(f"{file}: damaged: cannot be read ({error.strerror}).") from None
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory, or a link to one on another disk."""
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _parse_name(path: Path) -> Checkpoint | None:

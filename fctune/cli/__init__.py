@@ -39,7 +39,8 @@ from fctune.terminal import escape_controls
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0: done; 1: failed check or run; 2: wrong usage, config or input; 75: run stopped; 130: ended by Ctrl-C.
+    0: done; 1: failed check or run; 2: wrong usage, config or input; 74: run that its disk has no room for; 75: run
+    stopped; 130: ended by Ctrl-C.
     """
     parser = make_parser()
     if "_ARGCOMPLETE" in read_environment():  # set by the shell while it completes a command line

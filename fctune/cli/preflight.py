@@ -43,7 +43,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
     request = Request(Path(arguments.config), arguments.overrides, arguments.gpus, mounts, environment)
     code, launch = run_preflight(node, request, _show)
     if launch is not None and arguments.launch is not None:
-        launch.prepare(is_head=node.is_head)
+        launch.prepare()
         text = launch.to_shell(node.rank)
         write_file(arguments.launch, "--launch", lambda: text)
     return code

@@ -63,8 +63,8 @@ def render_command_reference() -> str:
     lines = [
         "# Commands",
         "",
-        "Exit codes: 0 done, 1 failed check or run, 2 wrong usage, config or input, 75 run stopped and saved, "
-        "130 ended by Ctrl-C, which says what was kept.",
+        "Exit codes: 0 done, 1 failed check or run, 2 wrong usage, config or input, 74 full or hanging disk, "
+        "75 run stopped and saved, 130 ended by Ctrl-C, which says what was kept.",
         "",
         'Shell completion: `eval "$(register-python-argcomplete fctune)"` in `~/.bashrc` or `~/.zshrc`.',
         "",

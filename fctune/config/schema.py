@@ -58,8 +58,16 @@ class CheckpointConfig:
     """Also keep the checkpoints of every N-th step."""
     async_save: bool = True
     """Write in the background; training waits only while the state is copied in memory."""
-    on_error: Literal["continue", "stop"] = "continue"
-    """After a failed save: continue until the next one, or end the run."""
+    max_failed_saves: Annotated[int, AT_LEAST_1] = 3
+    """Failed saves in a row after which the run stops with exit code 74; a failed save is tried again 30 s later, or
+    when the next one is due."""
+    max_wait_s: Annotated[float, AT_LEAST_0] = 600.0
+    """Seconds for which the last checkpoint and the exports wait for space."""
+    fallback_dir: Annotated[str | None, Null("none")] = None
+    """Directory on another disk for the last checkpoint and the exports if `output_dir` has no space; they are linked
+    from there."""
+    save_timeout_s: Annotated[float | None, Range(gt=0), Null("derived from the size and from earlier saves")] = None
+    """Seconds after which a save or an export that has not finished ends the run, as on a disk that hangs."""
 
     def check(self, where: str, problems: list[str]) -> None:
         """Check that checkpoints can be multiples of the steps to keep."""

@@ -20,6 +20,7 @@ import torch
 from fctune.config.run_length import find_length_warnings
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError, DataError
+from fctune.files import format_bytes
 from fctune.launch.hub import check_hub, is_downloaded, list_hub_repositories
 from fctune.launch.problems import Problem
 from fctune.launcher_watch import stop_with_parent
@@ -81,8 +82,8 @@ class DiskUsage:
 
     def __str__(self) -> str:
         parts = {"model": self.model, "checkpoints": self.checkpoints, "export": self.export}
-        named = ", ".join(f"{name} {_format_bytes(value)}" for name, value in parts.items() if value)
-        return f"{_format_bytes(self.total)} ({named})"
+        named = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items() if value)
+        return f"{format_bytes(self.total)} ({named})"
 
 
 def estimate_disk_usage(config: RunConfig, is_downloaded: bool) -> DiskUsage:
@@ -132,12 +133,12 @@ def check_space(config: RunConfig, mounts: Mounts) -> list[Problem]:
         reused = _count_bytes(Path(config.output_dir))  # a resumed run overwrites its own files
         if usage.total > free + reused:
             remedy = "Free some space, use a larger volume, or lower checkpoint.keep_last"
-            message = f"{mounts.shared}: {_format_bytes(free)} free, but the run needs {usage}"
+            message = f"{mounts.shared}: {format_bytes(free)} free, but the run needs {usage}"
             problems.append(Problem(message, remedy))
     free = _free_bytes(mounts.network)
     if config.compile and free < _CACHE_BYTES:
-        remedy = f"Free some space, or set FCTUNE_NETWORK to a disk with {_format_bytes(_CACHE_BYTES)} free"
-        message = f"{mounts.network}: {_format_bytes(free)} free, too little for compiled kernels"
+        remedy = f"Free some space, or set FCTUNE_NETWORK to a disk with {format_bytes(_CACHE_BYTES)} free"
+        message = f"{mounts.network}: {format_bytes(free)} free, too little for compiled kernels"
         problems.append(Problem(message, remedy))
     return problems
 
@@ -286,10 +287,6 @@ def _digest_source() -> str:
         digest.update(f"{path.relative_to(root)}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _format_bytes(count: int) -> str:
-    return f"{count / _GIB:,.1f} GiB" if count >= _GIB else f"{count / 2**20:,.0f} MiB"
 
 
 def _free_bytes(path: Path) -> int:

@@ -44,16 +44,14 @@ class LaunchSpec:
         """Return a copy with further overrides appended."""
         return replace(self, arguments=[*self.arguments, *arguments])
 
-    def prepare(self, is_head: bool) -> None:
-        """Create the log directory; the head also removes the exit.json of an earlier attempt.
+    def prepare(self) -> None:
+        """Create the log directory.
 
         Raises:
             ConfigError: The shared volume cannot be written.
         """
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
-            if is_head:
-                Path(self.config.output_dir, "exit.json").unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}).") from None
 

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,12 +21,15 @@ from types import FrameType
 from typing import Any
 
 from fctune.config.loading import set_default_environment
-from fctune.files import write_atomically
+from fctune.files import run_within, write_atomically
 from fctune.signals import name_signal
+from fctune.training.callbacks.checkpoint import SAVE_FAILED
 from fctune.training.callbacks.stop import STOPPED
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_EXIT_CODES = (0, 1, 2, STOPPED)
+_EXIT_CODES = (0, 1, 2, SAVE_FAILED, STOPPED)
+_READ_S = 10.0  # limit for reading a run's record, because its disk may hang
+_STUCK_S = 10.0  # after which a process that has ended is not waited for
 
 
 def count_gpus() -> int:
@@ -50,7 +54,8 @@ def launch_recipe(
         show: Receives messages for the user, one line each.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong config or data, 75 stopped and saved.
+        The exit code: 0 done, 1 failed, 2 wrong config or data, 74 the disk took no checkpoint or export, 75 stopped
+        and saved.
     """
     started_at = time.time()
     requests = _StopRequests(output_dir, started_at, show)
@@ -73,6 +78,7 @@ def launch_recipe(
             signals_to_handle=",".join(_list_fatal_signals()),  # the others are requests to stop, handled here
         )
         requests.has_workers = True
+        threading.Thread(target=_end_with_stuck_worker, args=(show,), name="stuck-worker", daemon=True).start()
         try:
             elastic_launch(config, sys.executable)("-u", "-m", "fctune.launcher_watch", str(recipe), *arguments)
         except ChildFailedError as error:
@@ -107,25 +113,30 @@ class _StopRequests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.num_received += 1
-        if self.num_received == 1 and not self._is_training():
+        is_first_in_training = self.num_received == 1 and self._is_training()
+        if self.num_received == 1 and not is_first_in_training:
             self._show("stopped before training; nothing was saved")
         if not self.has_workers:
             raise SystemExit(STOPPED)
         # A batch system may signal the workers too, and a worker that receives two signals ends without saving. So a
         # run in training is stopped through its stop file, which is safe to see more than once.
-        if self.num_received == 1 and self._is_training():
+        if is_first_in_training:
             self._show("stopping after this step, then saving; send the signal again to end at once")
-            self._request_stop(name_signal(number))
-        else:
-            self._signal_workers()
+            if self._request_stop(name_signal(number)):
+                return
+        self._signal_workers()
 
-    def _request_stop(self, reason: str) -> None:
-        """Create the run's stop file with the reason; an empty one where the disk is full."""
+    def _request_stop(self, reason: str) -> bool:
+        """Create the stop file with the reason, or empty on a full disk; False if that fails, or its disk hangs."""
         stop_file = self._output_dir / "stop"
-        try:
-            write_atomically(stop_file, reason)
-        except OSError:
-            stop_file.touch()
+
+        def create() -> None:
+            try:
+                write_atomically(stop_file, reason)
+            except OSError:
+                stop_file.touch()
+
+        return run_within(_READ_S, create) and stop_file.exists()
 
     def _is_training(self) -> bool:
         try:
@@ -145,12 +156,10 @@ def _exit_code(
 ) -> int:
     """Return the code in exit.json, or that of the first worker that failed if this run wrote none."""
     path = output_dir / "exit.json"
-    try:
-        if path.stat().st_mtime >= started_at:
-            code = json.loads(path.read_text(encoding="utf-8"))["code"]
-            return int(code) if code in _EXIT_CODES and code != 0 else 1
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    found: list[int] = []
+    run_within(_READ_S, lambda: found.extend(_read_code(path, started_at)))
+    if found:
+        return found[0]
     if requests.num_received:
         return STOPPED
     rank, failure = error.get_first_failure()
@@ -159,6 +168,46 @@ def _exit_code(
     how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     show(f"rank {rank} ended with {how} and left no reason in {path}")
     return 1
+
+
+def _read_code(path: Path, started_at: float) -> list[int]:
+    """Return the code of a run that failed in an exit.json that is not older than ``started_at``, if there is one."""
+    try:
+        if path.stat().st_mtime >= started_at:
+            code = json.loads(path.read_text(encoding="utf-8"))["code"]
+            return [int(code) if code in _EXIT_CODES and code != 0 else 1]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return []
+
+
+def _end_with_stuck_worker(show: Callable[[str], None]) -> None:
+    """End this process when a worker has ended, but the kernel keeps it for a thread that waits for a disk.
+
+    torchrun would wait for such a worker forever. The other workers end when their launcher is gone.
+    """
+    import psutil
+
+    seen_at: dict[int, float] = {}
+    while True:
+        time.sleep(1.0)
+        for child in psutil.Process().children():
+            if not _is_ending(child.pid):
+                continue
+            if time.monotonic() - seen_at.setdefault(child.pid, time.monotonic()) > _STUCK_S:
+                show(f"process {child.pid} of the run has ended, but waits for a disk that does not answer")
+                os._exit(SAVE_FAILED)
+
+
+def _is_ending(process: int) -> bool:
+    """Return True if all threads of a process were told to end; False off Linux."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        is_killed = (int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)) & 1 << (signal.SIGKILL - 1)
+        return bool(is_killed) or (fields["State"].split()[0] == "Z" and int(fields["Threads"]) > 1)
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def _silence_launcher() -> None:

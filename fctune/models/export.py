@@ -26,7 +26,7 @@ from fctune.config.sections.adapter import AdapterConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import merge_template_args, read_template_args, write_template_args
-from fctune.errors import CheckpointError
+from fctune.errors import DiskError
 from fctune.files import staged_directory
 from fctune.models.adapter_base import name_base
 from fctune.models.architecture import Architecture
@@ -86,7 +86,7 @@ def export_merged(
         prompting: Template and switches for the export to carry.
 
     Raises:
-        CheckpointError: The disk is full, gone or read-only; raised by the writer once all tensors are gathered.
+        DiskError: The disk is full, gone or read-only; raised by the writer once all tensors are gathered.
     """
     tensors = iter_merged(model)
     try:
@@ -123,7 +123,7 @@ def export_adapter(
         prompting: Template and switches for the export to carry.
 
     Raises:
-        CheckpointError: The disk is full, gone or read-only.
+        DiskError: The disk is full, gone or read-only.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -336,13 +336,10 @@ def _new_directory(out: Path) -> Iterator[Path]:
     """Yield a staging directory that replaces ``out`` on success and is deleted on failure.
 
     Raises:
-        CheckpointError: The disk is full, gone or read-only.
+        DiskError: The disk is full, gone or read-only.
     """
     try:
         with staged_directory(out, replaces=True) as staging:
             yield staging
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{out}: cannot be written ({getattr(error, 'strerror', None) or error}). The trained weights are in the "
-            "last checkpoint: free some space and run the same command again."
-        ) from None
+        raise DiskError(f"{out}: cannot be written ({getattr(error, 'strerror', None) or error}).") from None

@@ -29,6 +29,7 @@ from fctune.sweep.spec import Sweep, flatten
 from fctune.training.directory_lock import DirectoryLock
 
 STOPPED = 75  # exit code of a run that was stopped and has saved
+_ENDS = ("exit.json", "not_started.json")
 WRONG_INPUT = 2
 
 Status = Literal["waiting", "running", "completed", "stopped early", "failed"]
@@ -133,12 +134,14 @@ class Study:
         return file
 
     def read_exit(self, run: SweepRun) -> dict[str, Any] | None:
-        """Return exit.json of a run; None if the last attempt wrote none."""
-        try:
-            found: dict[str, Any] = json.loads((self.run_dir(run) / "exit.json").read_text(encoding="utf-8"))
-            return {"code": int(found["code"]), "reason": str(found.get("reason", "")), "step": found.get("step")}
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        """Return exit.json of a run, or why the last attempt did not start; None if it wrote neither."""
+        for name in _ENDS:
+            try:
+                found: dict[str, Any] = json.loads((self.run_dir(run) / name).read_text(encoding="utf-8"))
+                return {"code": int(found["code"]), "reason": str(found.get("reason", "")), "step": found.get("step")}
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+        return None
 
     def read(self) -> None:
         """Read what an earlier start of the same sweep left, if there was one.
@@ -195,7 +198,7 @@ class Study:
 
     def begin_attempt(self, run: SweepRun, job: str) -> None:
         """Record that a run is about to be started as ``job``, and write its config."""
-        for name in ("exit.json", "stop", "stop-for-good"):
+        for name in (*_ENDS, "stop", "stop-for-good"):
             (self.run_dir(run) / name).unlink(missing_ok=True)
         write_atomically(self.config_path(run), self.render_config(run))
         run.attempts.append(Attempt(job, datetime.now(UTC).isoformat("T", "seconds")))

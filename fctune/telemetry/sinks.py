@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -40,20 +41,28 @@ class EventSink(Sink, Protocol):
 
 
 class JsonlSink:
-    """Writer of ``metrics.jsonl``: the authoritative record, one object per step, flushed after each."""
+    """Writer of ``metrics.jsonl``: the authoritative record, one object per step, flushed after each.
 
-    def __init__(self, path: Path):
+    Args:
+        path: File to append to.
+        guard: Returns a context for each write, which ends the process if the disk hangs.
+    """
+
+    def __init__(self, path: Path, guard: Callable[[], AbstractContextManager[None]] = nullcontext):
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._guard = guard
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one line; non-finite numbers, which JSON lacks, become null."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        with self._guard():
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        """Close the file; everything has been flushed already."""
-        self._file.close()
+        """Close the file; everything has been flushed already, unless the disk was full."""
+        with self._guard():
+            self._file.close()
 
 
 # Metrics of preference and reinforcement runs for the console, whose loss alone says little.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from fctune.checkpoint.hf_checkpoint import HFAdapterWeights
 from fctune.config.schema import RunConfig
@@ -45,16 +46,16 @@ class AdapterTuning(FineTuning):
             token_ids=trained_token_ids(self.model),
         )
 
-    def exports(self) -> list[Callable[[], None]]:
+    def exports(self) -> dict[str, Callable[[Path], None]]:
         """Return the exports: the merged model, and the adapter to use with the base."""
-        writes, out, base = self.world.is_main, self.run.directory.export, self.config.model.path
-        return [
-            lambda: export_merged(
-                *(self.model, self.model_dir, out / "merged", writes),
+        writes, base = self.world.is_main, self.config.model.path
+        return {
+            "merged": lambda out: export_merged(
+                *(self.model, self.model_dir, out, writes),
                 prompting=self.prompting(),
             ),
-            lambda: export_adapter(
-                *(self.model, self.adapter, base, self.model_dir, out / "adapter", writes),
+            "adapter": lambda out: export_adapter(
+                *(self.model, self.adapter, base, self.model_dir, out, writes),
                 prompting=self.prompting(),
             ),
-        ]
+        }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -23,14 +24,16 @@ from fctune.checkpoint.resume import Resume, choose_checkpoint
 from fctune.checkpoint.store import CheckpointStore
 from fctune.config.schema import RunConfig
 from fctune.distributed import USER_ERRORS, World
-from fctune.errors import ConfigError, DataError
+from fctune.errors import ConfigError, DataError, DiskError
 from fctune.evaluation.leaks import HELD_OUT_FILE
+from fctune.files import run_within
 from fctune.launcher_watch import end_with_launcher, watch_launcher
 from fctune.models.run_config import load_run_config
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
 from fctune.telemetry.device import describe_device, total_memory
 from fctune.terminal import LogHandler, escape_controls
+from fctune.training.callbacks.checkpoint import SAVE_FAILED, SaveError
 from fctune.training.callbacks.stop import STOPPED, Stopped, StopRequest
 from fctune.training.host_memory import reuse_freed_memory
 from fctune.training.loop import NonFiniteError
@@ -40,6 +43,7 @@ from fctune.training.run_directory import RunDirectory, find_typed_command
 
 logger = logging.getLogger("fctune")
 
+_RECORD_S = 30.0  # limit for recording the end, because a disk may hang
 _DEATH_S = 2.0  # a killed rank closes its connections before it ends
 _USAGE = "tune run recipes/<recipe> --config FILE [key=value ...]"
 
@@ -65,18 +69,23 @@ class Recipe(Protocol):
         """Release files, threads and signal handlers; not called after a crash."""
 
 
+class AlreadyComplete(Exception):
+    """The run in the output directory is complete, and the launch asks for nothing more."""
+
+
 @dataclass(slots=True)
 class Run:
     """A recipe's output directory, the checkpoint to resume from, and requests to stop."""
 
+    config: RunConfig
     directory: RunDirectory
     store: CheckpointStore
     world: World
     peers: Sequence[RankProcess]
     resume: Resume | None = None
+    not_used: list[str] = field(default_factory=list)  # problems of newer checkpoints
     recipe: Recipe | None = None
     is_open: bool = False  # this run has locked the directory, so ranks may write to it
-    is_started: bool = False  # run.json describes this run
     request: StopRequest = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +98,53 @@ class Run:
         """Number of optimizer steps that the run has taken."""
         return self.recipe.step if self.recipe else 0
 
+    @property
+    def has_trained(self) -> bool:
+        """True if this launch has taken a step."""
+        return self.step > (self.resume.checkpoint.step if self.resume else 0)
+
+    @property
+    def resumes_own(self) -> bool:
+        """True if the run resumes from a checkpoint of its own output directory."""
+        resume = self.resume
+        return resume is not None and resume.checkpoint.path.parent.resolve() == self.store.root.resolve()
+
+    @property
+    def fallback_dir(self) -> Path | None:
+        """Directory of this run on the other disk, if there is one."""
+        folder = self.config.checkpoint.fallback_dir
+        return None if folder is None else Path(folder) / self.directory.path.resolve().name
+
+    @property
+    def fallback_store(self) -> CheckpointStore | None:
+        """Store of the last checkpoint on the other disk."""
+        return None if self.fallback_dir is None else CheckpointStore(self.fallback_dir / "checkpoints")
+
+    def begin(self) -> None:
+        """Start the run, or resume the one in its directory, once all checks have passed. Every rank calls it.
+
+        Raises:
+            ConfigError: The directory cannot be written.
+        """
+        config, directory, resume, world_size = self.config, self.directory, self.resume, self.world.world_size
+
+        def begin_on_rank_0() -> tuple[Path | None, list[str]]:
+            if resume is not None and self.resumes_own:
+                step, path = resume.checkpoint.step, resume.checkpoint.path
+                directory.resume(config, world_size, step, path, self.not_used)
+                return None, self.store.sweep()
+            return directory.start(config, world_size, self.not_used), []
+
+        moved, swept = distributed.run_on_rank_0(begin_on_rank_0)
+        directory.has_begun = True
+        if moved is not None:
+            reason = "" if config.resume != "auto" else ", because it has no complete checkpoint to resume from"
+            logger.info("%s held an earlier run, which was moved to %s%s", directory.path, moved, reason)
+        if swept:
+            logger.info("checkpoints: deleted the incomplete ones of an earlier run: %s", ", ".join(swept))
+        if resume is not None:
+            logger.info("resuming from %s, after step %d", resume.checkpoint.path, resume.checkpoint.step)
+
     def newest_checkpoint(self) -> Path | None:
         """Return the checkpoint that a re-run would resume from."""
         complete = self.store.list_complete()
@@ -98,6 +154,10 @@ class Run:
         """Write exit.json unless another rank gave a cause already."""
         if self.is_open:
             self.directory.finish(1, reason, self.step, self.newest_checkpoint(), True, is_consequence)
+
+    def record_hang(self, reason: str, code: int) -> None:
+        """Write exit.json of a process that hangs and is about to be ended."""
+        self.directory.finish(code, reason, self.step, self.newest_checkpoint(), is_crash=True)
 
     def _record_stop(self, reason: str) -> None:
         killed = find_killed_rank(self.peers)
@@ -114,11 +174,12 @@ class Run:
 def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[str]) -> int:
     """Run a recipe and return the exit code.
 
-    0: completed; 1: failed; 2: wrong usage, config or data; 75: stopped on request and saved, so that re-running the
-    same command resumes it.
+    0: completed; 1: failed; 2: wrong usage, config or data, nothing was trained; 74: a disk that takes no checkpoint or
+    export, or hangs; 75: stopped on request and saved, so that re-running the same command resumes it.
 
     All ranks agree on a user's error, and rank 0 reports it once; any other error is a traceback of the rank that
-    raised it. In every case ``exit.json`` records why the run ended.
+    raised it. In every case ``exit.json`` records why the run ended, or ``not_started.json`` why an earlier run in the
+    directory was not resumed.
     """
     end_with_launcher()
     world = distributed.init_distributed()
@@ -128,10 +189,11 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     run: Run | None = None
     recipe: Recipe | None = None
     checkpoint: Path | None = None
+    is_untouched = False
     try:
         config = distributed.run_on_all_ranks(lambda: load_run_config(*read_command_line(argv, _USAGE)))
         run = open_run(config, world)
-        start_run(run, config)
+        choose_start(run, config)
         if world.is_main:
             _record_start(run.directory, world, argv)
         run.recipe = recipe = make(config, world, run)
@@ -140,28 +202,32 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
         recipe.save_checkpoint()
         code, reason = 0, "completed"
     except USER_ERRORS as error:
-        code, reason = 2, str(error)
+        has_trained = run is not None and run.has_trained
+        code, reason = (SAVE_FAILED if isinstance(error, DiskError) else 1) if has_trained else 2, str(error)
     except NonFiniteError as error:
         code, reason = 1, str(error)
     except Stopped as stopped:
         code, reason, checkpoint = STOPPED, str(stopped), stopped.checkpoint
+    except SaveError as error:
+        code, reason, checkpoint = SAVE_FAILED, str(error), error.checkpoint
+    except AlreadyComplete as complete:
+        code, reason, is_untouched = 0, str(complete), True
     except Exception as error:  # a bug, here or in a library: other ranks may be waiting in a collective
         traceback.print_exc()
         get_error_handler().record_exception(error)  # for the launcher, which reports the first rank to fail
         if run is not None:
-            _record_crash(run, world, error)
+            run_within(_RECORD_S, functools.partial(_record_crash, run, world, error))
         return 1
     if recipe is not None:
         recipe.cleanup()
     if world.is_main:
         if code:
             print(f"\n{escape_controls(reason)}\n", file=sys.stderr, flush=True)
+        if is_untouched:
+            logger.info("%s", reason)
+        elif run is not None:
+            _record_end(run, code, reason, checkpoint)
         if run is not None:
-            run.directory.finish(code, reason, run.step, checkpoint or run.newest_checkpoint())
-            if run.is_started:
-                _record_end(run.directory, is_judged=code == 0 and config.success is not None)
-            if code == 0:
-                _log_next_steps(run.directory, config)
             run.directory.unlock()
     distributed.shutdown_distributed()
     return code
@@ -177,40 +243,22 @@ def open_run(config: RunConfig, world: World) -> Run:
         Path(config.output_dir) / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every_n_steps
     )
     peers = distributed.all_gather_objects(describe_process(world.rank))
-    run = Run(RunDirectory(config.output_dir), store, world, peers)
+    run = Run(config, RunDirectory(config.output_dir), store, world, peers)
     distributed.run_on_rank_0(run.directory.lock)
     run.is_open = True
     return run
 
 
-def start_run(run: Run, config: RunConfig) -> None:
-    """Resume the run in the output directory if it has checkpoints; otherwise start one. Every rank calls it.
+def choose_start(run: Run, config: RunConfig) -> None:
+    """Choose the checkpoint to resume from, if there is one. Every rank calls it.
 
     Raises:
-        ConfigError: The directory cannot be written, or is not shared by all nodes.
+        ConfigError: The directory is not shared by all nodes.
         CheckpointError: There are checkpoints, and all are damaged.
     """
-    directory, store, world = run.directory, run.store, run.world
-    run.resume, not_used = choose_checkpoint(config.resume, store, world)
-    resume = run.resume
-    is_own = resume is not None and resume.checkpoint.path.resolve().is_relative_to(store.root.resolve())
-
-    def start() -> tuple[Path | None, list[str]]:
-        if resume is not None and is_own:
-            directory.resume(config, world.world_size, resume.checkpoint.step, resume.checkpoint.path, not_used)
-            return None, store.sweep()
-        return directory.start(config, world.world_size, not_used), []
-
-    moved, swept = distributed.run_on_rank_0(start)
-    run.is_started = True
-    _check_shared(directory.path, world)
-    if moved is not None:
-        reason = "" if config.resume != "auto" else ", because it has no complete checkpoint to resume from"
-        logger.info("%s held an earlier run, which was moved to %s%s", directory.path, moved, reason)
-    if swept:
-        logger.info("checkpoints: deleted the incomplete ones of an earlier run: %s", ", ".join(swept))
-    if resume is not None:
-        logger.info("resuming from %s, after step %d", resume.checkpoint.path, resume.checkpoint.step)
+    _check_shared(run.directory.path, run.world)
+    distributed.run_on_rank_0(lambda: _check_fallback(run.fallback_dir))
+    run.resume, run.not_used = choose_checkpoint(config.resume, run.store, run.world)
 
 
 def read_command_line(argv: Sequence[str], usage: str) -> tuple[Path, list[str]]:
@@ -259,15 +307,24 @@ def _record_crash(run: Run, world: World, error: Exception) -> None:
     run.directory.unlock()
 
 
-def _record_end(directory: RunDirectory, is_judged: bool) -> None:
-    """Record in run.json when the run ended and, if success criteria are configured, which of them it met."""
-    try:
-        directory.describe(finished_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
-    except OSError as error:
-        logger.error("%s: finished_at cannot be written (%s)", directory.path / "run.json", error.strerror)
-        return
-    if not is_judged:  # reading all metrics again takes time
-        return
+def _record_end(run: Run, code: int, reason: str, checkpoint: Path | None) -> None:
+    """Write exit.json, and in run.json when the run ended and, if they are configured, the success criteria it met."""
+    directory = run.directory
+
+    def record() -> None:
+        directory.finish(code, reason, run.step, checkpoint or run.newest_checkpoint())
+        if directory.has_begun:
+            directory.describe(finished_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+
+    if not run_within(_RECORD_S, record):
+        logger.error("%s: its disk does not answer, so the end of the run is not recorded", directory.path)
+    elif code == 0:
+        if run.config.success is not None:  # reading all metrics again takes time
+            _judge(directory)
+        _log_next_steps(directory, run.config)
+
+
+def _judge(directory: RunDirectory) -> None:
     try:
         record = read_run(directory.path)
     except DataError as error:
@@ -325,6 +382,17 @@ def _check_shared(path: Path, world: World) -> None:
     finally:
         if world.is_main:
             (path / name).unlink(missing_ok=True)
+
+
+def _check_fallback(path: Path | None) -> None:
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / _create_probe(path)).unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.fallback_dir: {path} cannot be written ({error.strerror}). Set another one."
+        ) from None
 
 
 def _create_probe(path: Path) -> str:

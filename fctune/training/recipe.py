@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 import time
@@ -14,7 +15,8 @@ import torch
 
 from fctune import distributed
 from fctune.checkpoint.hf_checkpoint import HFWeights
-from fctune.checkpoint.resume import RunFacts
+from fctune.checkpoint.resume import RunFacts, check_same_run
+from fctune.checkpoint.saver import first_write_limit
 from fctune.checkpoint.state import Checkpointer, DataCursor, TrainState
 from fctune.config.intervals import is_never
 from fctune.config.recipes import find_recipe_problem
@@ -24,7 +26,7 @@ from fctune.data.chosen_template import ChosenTemplate, read_chosen_template
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
 from fctune.distributed import World
-from fctune.errors import ConfigError
+from fctune.errors import ConfigError, DiskError
 from fctune.evaluation.held_out import find_held_out_cases, write_held_out_cases
 from fctune.evaluation.live import LiveEvaluation, check_answering_memory
 from fctune.models.causal_lm import CausalLM
@@ -37,11 +39,11 @@ from fctune.parallel.sharding import GradientSync
 from fctune.telemetry.device import total_memory
 from fctune.telemetry.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
-from fctune.training.callbacks.checkpoint import CheckpointCallback
+from fctune.training.callbacks.checkpoint import CheckpointCallback, DiskWait, SaveError
 from fctune.training.callbacks.evaluation import EvaluationCallback
 from fctune.training.callbacks.hang_watch import HangWatch
 from fctune.training.callbacks.stop import StopCallback
-from fctune.training.entry import Run
+from fctune.training.entry import AlreadyComplete, Run
 from fctune.training.host_memory import HostMemoryCallback
 from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.objective import Objective, SupervisedObjective
@@ -51,6 +53,7 @@ from fctune.training.run_directory import installed_versions
 from fctune.training.setup import (
     build_base,
     check_packing,
+    check_space,
     check_weights,
     choose_batch_size,
     open_sinks,
@@ -80,6 +83,8 @@ class FineTuning(ABC):
     loader: GlobalLoader
     num_steps: int
     sinks: SinkGroup
+    facts: RunFacts
+    watch: HangWatch
     checkpoint: CheckpointCallback
 
     def __init__(self, config: RunConfig, world: World, run: Run):
@@ -110,8 +115,8 @@ class FineTuning(ABC):
         """Return the Hugging Face form of the trainable weights in elastic checkpoints."""
 
     @abstractmethod
-    def exports(self) -> Sequence[Callable[[], None]]:
-        """Return the functions that write the run's exports; every rank calls each in turn."""
+    def exports(self) -> dict[str, Callable[[Path], None]]:
+        """Return the functions that write the run's exports to a path, by name; every rank calls each in turn."""
 
     def objective(self) -> Objective:
         """Return the loss of a training step: by default that of the supervised tokens."""
@@ -126,6 +131,10 @@ class FineTuning(ABC):
         """Build the model without weights, prepare the data, then load weights into shards and resume.
 
         What is checked in an instant comes first, and data before weights, because most runs that fail, fail there.
+        Nothing of an earlier run in the directory changes before all checks have passed.
+
+        Raises:
+            AlreadyComplete: There is nothing left to do.
         """
         self.model_dir = distributed.run_on_rank_0(lambda: resolve_base(self.config))
         self.chat_template = distributed.run_on_rank_0(lambda: read_chosen_template(self.config.model))
@@ -138,22 +147,30 @@ class FineTuning(ABC):
         self.config = choose_batch_size(self.config, self.prepared)
         self.select_tokens_()
         self.layout = plan_parallelism(self.model, self.config, self.world)
-        given, self.config = self.config, record_checkpointing(self.config, self.layout)
+        requested_config, self.config = self.config, record_checkpointing(self.config, self.layout)
         self.loader = self.build_loader()
         self.num_steps = self.count_steps()
         warn_of_length(self.config, self.prepared, self.num_steps, self.world)
+        self.facts = self.collect_facts()
+        self.check_resumed()
+        check_space(
+            *(self.model, self.config, self.run.directory, self.num_steps, self.world), is_resumed=self.run.resumes_own
+        )
         hosts = distributed.all_gather_objects(platform.node())
         if self.world.is_main:
             details: dict[str, Any] = {"parameters": count_parameters(self.model)}
             if self.model.state_layers:
                 details["state_layers"] = self.model.state_layers
-            if given.global_batch_tokens is not None or given.activation_checkpointing.fraction is None:
+            is_chosen = requested_config.activation_checkpointing.fraction is None
+            if is_chosen or requested_config.global_batch_tokens is not None:
                 details["config"] = self.config.to_dict()
             self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts, **details)
         gradient_sync = self.load_checkpoint()
         self.state = start_state(self.model, self.config, self.num_steps, gradient_sync)
         self.start_callbacks(self.state)
-        self.sinks = open_sinks(self.config, self.run.directory, self.num_steps, self.world, hosts)
+        self.sinks = open_sinks(
+            *(self.config, self.run.directory, self.num_steps, self.world, hosts), guard=self.watch.guard
+        )
 
     def prompting(self) -> Prompting:
         """Return the chat template and switches that exports and elastic checkpoints carry."""
@@ -198,25 +215,55 @@ class FineTuning(ABC):
             used, memory = torch.cuda.memory_allocated(device), total_memory(device, 1)
             distributed.run_on_all_ranks(lambda: check_answering_memory(self.model, used, memory, key, remedy))
 
+    def collect_facts(self) -> RunFacts:
+        """Return what each checkpoint records of the run."""
+        base_digest = distributed.run_on_rank_0(lambda: digest_model(self.model_dir, WEIGHT_FILES))
+        token_ids = trained_token_ids(self.model)
+        return RunFacts(self.config.to_dict(), base_digest, self.num_steps, installed_versions(), token_ids)
+
+    def check_resumed(self) -> None:
+        """Check that the checkpoint to resume from is of this run, and that there is something left to do.
+
+        Raises:
+            CheckpointError: The checkpoint was saved by another run.
+            DataError: The data is not that of the run.
+            AlreadyComplete: There is nothing left to do.
+        """
+        resume = self.run.resume
+        if resume is None:
+            return
+        distributed.run_on_all_ranks(lambda: check_same_run(resume, self.facts))
+        if self.config.grpo is None:
+            distributed.run_on_all_ranks(lambda: self.loader.resume_at(resume.state["loader"]))
+        best, patience = resume.state["best"], self.config.eval.early_stop
+        is_stopped_early = patience is not None and best is not None and best["evaluations_since"] >= patience
+        has_steps = resume.checkpoint.step < self.num_steps and not is_stopped_early
+        directory, names = self.run.directory, self.exports()
+        if not has_steps and self.run.resumes_own and distributed.run_on_rank_0(lambda: directory.is_complete(names)):
+            raise AlreadyComplete(
+                f"{directory.path}: already complete after step {resume.checkpoint.step}, and exported to "
+                f"{directory.export}; nothing to do. To train longer, raise epochs or max_steps; to start over, set "
+                "resume=never."
+            )
+
     def start_callbacks(self, state: TrainState) -> None:
-        """Restore the state that the run resumes from, in place, and start the callbacks.
+        """Restore the state that the run resumes from, in place, begin the run and start the callbacks.
 
         Raises:
             CheckpointError: The checkpoint was saved by another run.
             DataError: The data is not that of the run.
         """
         config, run, world = self.config, self.run, self.world
-        base_digest = distributed.run_on_rank_0(lambda: digest_model(self.model_dir, WEIGHT_FILES))
-        facts = RunFacts(
-            config.to_dict(), base_digest, self.num_steps, installed_versions(), trained_token_ids(self.model)
-        )
         self.source = self.open_source()
         data = self.source if isinstance(self.source, DataCursor) else self.loader
-        checkpointer = Checkpointer(state, self.hf_weights(), data, facts, world)
+        checkpointer = Checkpointer(state, self.hf_weights(), data, self.facts, world)
         if run.resume is not None:
             checkpointer.restore_(run.resume)
 
-        watch = HangWatch(run.directory.path, world.rank, run.record_crash, config.step_timeout_s, config.compile)
+        self.watch = HangWatch(
+            *(run.directory.path, world.rank, run.record_hang, config.step_timeout_s, config.compile),
+            write_timeout_s=config.checkpoint.save_timeout_s,
+        )
         evaluation = None
         if not is_never(config.eval.every):
             switches = config.model.template_args
@@ -227,12 +274,15 @@ class FineTuning(ABC):
                     lambda: find_held_out_cases(config.data, self.prepared, config.eval.max_cases)
                 )
             evaluation = LiveEvaluation(config.eval, self.model_dir, world, switches, self.chat_template, cases)
-        self.checkpoint = CheckpointCallback(config.checkpoint, checkpointer, run.store, world)
-        self.callbacks = [watch, StopCallback(run.request, self.checkpoint), self.checkpoint]
+        self.checkpoint = CheckpointCallback(
+            *(config.checkpoint, checkpointer, run.store, world), fallback=run.fallback_store, guard=self.watch.guard
+        )
+        self.callbacks = [self.watch, StopCallback(run.request, self.checkpoint), self.checkpoint]
         if evaluation is not None:
             self.callbacks.append(EvaluationCallback(config.eval, evaluation, state))
         if world.device.type == "cpu":
             self.callbacks.append(HostMemoryCallback())
+        run.begin()
         if run.resume is not None and run.resume.state["world_size"] != world.world_size:
             logger.info("world size: was %d, is %d", run.resume.state["world_size"], world.world_size)
             self.checkpoint.save("elastic", state.step)
@@ -251,15 +301,68 @@ class FineTuning(ABC):
             )
 
     def save_checkpoint(self) -> None:
-        """Save the last checkpoint and write the exports."""
+        """Save the last checkpoint and write the exports, waiting for space or using the other disk if there is none.
+
+        Raises:
+            SaveError: Some of it cannot be written.
+        """
         started = time.perf_counter()
-        self.checkpoint.finish(self.step)
+        wait = DiskWait(self.config.checkpoint.max_wait_s, lambda: self.run.request.reason is not None)
+        failure: SaveError | None = None
+        try:
+            self.checkpoint.finish(self.step, wait)
+        except SaveError as error:
+            failure = error
         saved = time.perf_counter()
-        for export in self.exports():
-            distributed.run_on_all_ranks(export)
+        problems = [problem for name, write in self.exports().items() if (problem := self._export(name, write, wait))]
+        if problems:
+            raise self._describe_missing(problems)
+        if failure is not None:
+            raise SaveError(f"training is complete and exported, but {failure}", failure.checkpoint)
         if self.world.is_main:
-            write_held_out_cases(self.config.data, self.prepared, self.run.directory.path)
+            folder = self.run.directory.path
+            try:
+                write_held_out_cases(self.config.data, self.prepared, folder)
+            except OSError as error:  # a full disk, on which the export has just found room
+                logger.error("%s: the held-out cases cannot be written (%s)", folder, error.strerror)
             self.run.directory.describe(closing={"save_s": saved - started, "export_s": time.perf_counter() - saved})
+
+    def _export(self, name: str, write: Callable[[Path], None], wait: DiskWait) -> str | None:
+        """Write an export to the run's directory or the other disk; returns why it cannot be written."""
+        folder, fallback = self.run.directory.export, self.run.fallback_dir
+        limit_s = first_write_limit(sum(p.numel() * p.element_size() for p in self.model.parameters()))
+
+        def try_in(folder: Path) -> str | None:
+            try:
+                with self.watch.guard(f"writing {folder / name}", limit_s):
+                    distributed.run_on_all_ranks(lambda: write(folder / name))
+            except DiskError as error:
+                return str(error)
+            return None
+
+        if self.world.is_main and (folder / name).is_symlink():  # to the other disk, by an earlier launch
+            (folder / name).unlink()
+        while (problem := try_in(folder)) is not None:
+            if not wait.pause(problem.removesuffix(".")):
+                break
+        if problem is None or fallback is None:
+            return problem
+        if (another := try_in(fallback / "export")) is not None:
+            return f"{problem} {another}"
+        logger.info("%s is written to %s", name, fallback / "export" / name)
+        if self.world.is_main:
+            with contextlib.suppress(OSError):  # the disk has no room for the link either
+                folder.mkdir(exist_ok=True)
+                (folder / name).symlink_to((fallback / "export" / name).resolve())
+        return None
+
+    def _describe_missing(self, problems: Sequence[str]) -> SaveError:
+        return SaveError(
+            f"training is complete, but not exported: {' '.join(problems)} {self.checkpoint.describe_safe()} Free some "
+            f"space in {self.run.directory.path}, or set checkpoint.fallback_dir to a directory on another disk, and "
+            "re-run the same command: it resumes from there and writes the export.",
+            self.run.newest_checkpoint(),
+        )
 
     def suggest_less_memory(self) -> str:
         """Return what the planner would change to need less memory."""

@@ -1,4 +1,8 @@
-"""The output directory of a run: run.json, metrics.jsonl, exit.json, checkpoints/, export/, and its lock."""
+"""The output directory of a run: run.json, metrics.jsonl, exit.json, checkpoints/, export/, and its lock.
+
+A launch changes what an earlier one left only once it is certain to train. One that ends before writes its code and
+reason to not_started.json.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import contextlib
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +27,11 @@ from fctune.training.directory_lock import DirectoryLock
 
 logger = logging.getLogger("fctune")
 
+NOT_STARTED = "not_started.json"
+
+# Deleted before exit.json is written, so that a full disk has room for it.
+_RESERVE, _RESERVE_BYTES = ".reserve", 64 * 1024
+
 _LAUNCHERS = ("tune", "fctune", "torchrun")
 _PACKAGES = ("fctune", "torch", "torchtune", "torchao", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 
@@ -31,6 +41,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.has_begun = False  # what it holds is of this launch; set on every rank
         self._run: dict[str, Any] = {}
         self._lock: DirectoryLock | None = None
 
@@ -68,6 +79,8 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = DirectoryLock(self.path)
+            for name in (NOT_STARTED, "stop", "stop-for-good"):  # of the launch before
+                (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             raise self._cannot_write(error) from None
 
@@ -101,7 +114,7 @@ class RunDirectory:
                     self.lock()
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "exit.json").unlink(missing_ok=True)  # of an attempt that ended before it had a run.json
-            self._run = {
+            self._run |= {
                 "config": config.to_dict(),
                 "seed": config.seed,
                 "world_size": world_size,
@@ -111,7 +124,9 @@ class RunDirectory:
             }
             if not_used:
                 self._run["not_used"] = list(not_used)
+            self.has_begun = True
             self._write("run.json", self._run)
+            (self.path / _RESERVE).write_bytes(os.urandom(_RESERVE_BYTES))
         except OSError as error:
             raise self._cannot_write(error) from None
         return moved
@@ -130,6 +145,7 @@ class RunDirectory:
             ConfigError: The directory cannot be read or written.
         """
         try:
+            described, self._run = self._run, {}
             if (self.path / "run.json").exists():
                 self._run = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
             resumed = {
@@ -143,12 +159,14 @@ class RunDirectory:
             for key in ("closing", "finished_at", "success"):  # the run continues after all
                 self._run.pop(key, None)
             self._run |= {"config": config.to_dict(), "world_size": world_size, "versions": installed_versions()}
+            self._run |= described
             self._run["resumed"] = [*self._run.get("resumed", []), resumed]
+            self.has_begun = True
             self._write("run.json", self._run)
+            (self.path / _RESERVE).write_bytes(os.urandom(_RESERVE_BYTES))
             for file in (self.metrics, self.rollouts, self.path / "alerts.jsonl"):
                 _drop_steps_after(file, step)
-            for name in ("exit.json", "stop", "stop-for-good"):
-                (self.path / name).unlink(missing_ok=True)
+            (self.path / "exit.json").unlink(missing_ok=True)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"output_dir={self.path}: the run in it cannot be resumed ({error}). Fix the cause, or set another "
@@ -156,9 +174,16 @@ class RunDirectory:
             ) from None
 
     def describe(self, **details: Any) -> None:
-        """Add details to run.json that are known only after the start."""
+        """Add details to run.json; those known before the start or restart are written by it.
+
+        A disk that is full must not end a run here, so it is only logged.
+        """
         self._run |= details
-        self._write("run.json", self._run)
+        if self.has_begun:
+            try:
+                self._write("run.json", self._run)
+            except OSError as error:
+                logger.error("%s: cannot be written (%s)", self.path / "run.json", error.strerror)
 
     def finish(
         self,
@@ -171,6 +196,8 @@ class RunDirectory:
     ) -> None:
         """Write exit.json: why the run ended, since torchrun turns every exit code into 1.
 
+        A launch that has changed nothing of an earlier run writes not_started.json instead.
+
         Args:
             code: Exit code of the run.
             reason: Reason in words, for people.
@@ -180,25 +207,27 @@ class RunDirectory:
                 other ranks fail because of it.
             is_consequence: The crash was caused by another rank, whose own record replaces this one.
         """
-        file = self.path / "exit.json"
-        if not self.path.is_dir() or (is_crash and file.exists() and (is_consequence or not self._has_consequence())):
+        is_refused = not self.has_begun and (self.path / "run.json").exists()
+        file = self.path / (NOT_STARTED if is_refused else "exit.json")
+        if not self.path.is_dir() or (is_crash and file.exists() and (is_consequence or not _has_consequence(file))):
             return
         shown = None if checkpoint is None else str(checkpoint)
         record: dict[str, Any] = {"code": code, "reason": reason, "step": step, "checkpoint": shown}
         if is_consequence:
             record["is_consequence"] = True
         try:
-            if not self._run and not is_crash and (self.path / "run.json").exists():
-                record["before"] = self._describe_segment()  # the run was not resumed, so its last segment is the same
+            (self.path / _RESERVE).unlink(missing_ok=True)
             self._write(file.name, record)
         except OSError as error:  # probably a full disk; the reason was printed, and the exit code is unaffected
             logger.error("%s: cannot be written (%s)", file, error.strerror)
 
-    def _has_consequence(self) -> bool:
+    def is_complete(self, exports: Iterable[str]) -> bool:
+        """Return True if the run in this directory has ended well and its exports are there."""
         try:
-            return bool(json.loads((self.path / "exit.json").read_text(encoding="utf-8")).get("is_consequence"))
-        except (OSError, ValueError, AttributeError):
+            code = json.loads((self.path / "exit.json").read_text(encoding="utf-8"))["code"]
+        except (OSError, ValueError, KeyError, TypeError):
             return False
+        return code == 0 and all((self.export / name).is_dir() for name in exports)
 
     def gpu_hours(self) -> float:
         """Return the hours of all ranks so far, over restarts, without the time between them."""
@@ -225,7 +254,7 @@ class RunDirectory:
         if exit_file.exists():
             try:
                 ended = json.loads(exit_file.read_text(encoding="utf-8"))
-                if "before" in ended:
+                if "before" in ended:  # versions before not_started.json wrote a refused launch to exit.json
                     return segment | {key: ended["before"][key] for key in ("until", "exit")}
                 segment["exit"] = {"code": ended["code"], "reason": ended["reason"]}
             except (ValueError, KeyError, TypeError):  # informative only, so no reason to fail
@@ -245,6 +274,13 @@ class RunDirectory:
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
         write_atomically(self.path / name, json.dumps(value, indent=2) + "\n")
+
+
+def _has_consequence(file: Path) -> bool:
+    try:
+        return bool(json.loads(file.read_text(encoding="utf-8")).get("is_consequence"))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def find_typed_command(command_lines: Sequence[Sequence[str]] | None = None) -> list[str] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from torch._functorch import config as functorch
 
 from fctune import distributed
+from fctune.checkpoint.saver import Guard, first_write_limit, no_guard
 from fctune.checkpoint.state import TrainState
 from fctune.config.cache import prepared_root
 from fctune.config.components import resolve_component
@@ -34,7 +36,8 @@ from fctune.data.prepared_set import (
     resolve_batch_size,
 )
 from fctune.distributed import World
-from fctune.errors import DataError
+from fctune.errors import ConfigError, DataError
+from fctune.files import format_bytes
 from fctune.models.architecture import ALL_LINEAR
 from fctune.models.attention import choose_attention_kernel
 from fctune.models.base_weights import check_base, load_base_
@@ -52,6 +55,7 @@ from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.layout import Hardware, ParallelLayout, check_layout, check_memory, choose_parallel_layout
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
 from fctune.planner.memory import MemoryModel
+from fctune.planner.storage import plan_storage
 from fctune.telemetry.alert_monitor import AlertMonitor
 from fctune.telemetry.background import BackgroundSink
 from fctune.telemetry.device import compute_capability, describe_device, total_memory
@@ -244,6 +248,42 @@ def record_checkpointing(config: RunConfig, layout: ParallelLayout) -> RunConfig
     return replace(config, activation_checkpointing=checkpointing)
 
 
+def check_space(
+    model: CausalLM, config: RunConfig, run: RunDirectory, num_steps: int, world: World, is_resumed: bool
+) -> None:
+    """Compare the free space of the run's disk with the planned checkpoints and export, on rank 0.
+
+    Raises:
+        ConfigError: There is no room for two checkpoints, as one is kept while the next is written, and the export.
+    """
+
+    def check() -> str | None:
+        memory = MemoryModel(model, config, device_bytes=1)
+        storage = plan_storage(memory, config, 1, None, disk_gb_s=1.0, failures_per_gpu_day=0.0, num_steps=num_steps)
+        size, export = storage.checkpoint_bytes, storage.export_bytes
+        free = shutil.disk_usage(run.path).free
+        if is_resumed:  # its files are part of the plan
+            free += sum(file.stat().st_size for file in run.path.rglob("*") if file.is_file())
+        least = 2 * size + (export if config.checkpoint.fallback_dir is None else 0)
+        planned = storage.checkpoints_bytes + export
+        parts = f"a checkpoint takes {format_bytes(size)}, the export {format_bytes(export)}"
+        if free < least:
+            raise ConfigError(
+                f"output_dir={run.path}: {format_bytes(free)} free, but the run needs at least {format_bytes(least)}: "
+                f"{parts}. Free some space, or set output_dir to a larger disk."
+            )
+        if free < planned:
+            return (
+                f"{run.path}: {format_bytes(free)} free, but the run may need {format_bytes(planned)}: {parts}, and "
+                f"checkpoint.keep_last={config.checkpoint.keep_last} keeps several. Free some space, or lower it."
+            )
+        return None
+
+    warning = distributed.run_on_rank_0(check)
+    if warning is not None and world.is_main:
+        logger.warning("%s", warning)
+
+
 def shard_and_load_(
     model: CausalLM, config: RunConfig, model_dir: Path, world: World, layout: ParallelLayout | None = None
 ) -> GradientSync:
@@ -312,9 +352,23 @@ def is_wandb_on(config: WandbConfig, environment: Mapping[str, str]) -> bool:
 
 
 def open_sinks(
-    config: RunConfig, run: RunDirectory, num_steps: int, world: World, hosts: Sequence[str] = ()
+    config: RunConfig,
+    run: RunDirectory,
+    num_steps: int,
+    world: World,
+    hosts: Sequence[str] = (),
+    guard: Guard = no_guard,
 ) -> SinkGroup:
-    """Open the sinks of metrics and alerts on rank 0, none on other ranks; ``hosts`` are the machines of all ranks."""
+    """Open the sinks of metrics and alerts on rank 0, none on other ranks.
+
+    Args:
+        config: Config of the run.
+        run: Directory of the run.
+        num_steps: Optimizer steps of the run.
+        world: This rank.
+        hosts: Machines of all ranks.
+        guard: Ends the process if a write hangs.
+    """
     if not world.is_main:
         return SinkGroup()
     services: list[BackgroundSink] = []
@@ -329,4 +383,6 @@ def open_sinks(
         services.append(open_service("prometheus", lambda: PrometheusSink(prometheus, run.path.name, num_steps)))
     alerts = BackgroundSink("alerts", lambda: AlertMonitor(run.path, services, hosts))  # closed before the services
     console = ConsoleSink(Console(), num_steps, config.log_every_n_steps)
-    return SinkGroup(JsonlSink(run.metrics), console, alerts, *services)
+    limit_s = first_write_limit(0)
+    metrics = JsonlSink(run.metrics, lambda: guard(f"writing {run.metrics}", limit_s))
+    return SinkGroup(metrics, console, alerts, *services)

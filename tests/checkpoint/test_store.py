@@ -52,8 +52,7 @@ def test_damage_to_any_file_is_detected_and_located(damage: Callable[[Path], Non
     damage(checkpoint.path / name)
     if name == "_SUCCESS" and damage is remove:
         assert CheckpointStore(tmp_path).list_complete() == []
-        with pytest.raises(CheckpointError, match="_SUCCESS"):
-            open_checkpoint(checkpoint.path)
+        assert CheckpointStore(tmp_path).list_unmarked() == [checkpoint]
         return
     with pytest.raises(CheckpointError, match="manifest.json" if name == "_SUCCESS" else name):
         verify(checkpoint)
@@ -72,24 +71,42 @@ def test_the_ranks_together_verify_every_file(tmp_path: Path) -> None:
     assert "b.safetensors" in outcomes[0]
 
 
-@pytest.mark.parametrize("phase", ["publish", "mark"])
-def test_an_interrupted_save_is_incomplete_and_swept(phase: str, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    first = publish(store, 1)
+def interrupt(store: CheckpointStore, step: int, phase: str) -> None:
+    """Publish a checkpoint up to a phase."""
 
-    def interrupt(fired: str, name: str) -> None:
+    def raise_at(fired: str, name: str) -> None:
         if fired == phase:
             raise KeyboardInterrupt
 
-    remove_listener = listen(interrupt)
+    remove_listener = listen(raise_at)
     try:
         with pytest.raises(KeyboardInterrupt):
-            publish(store, 2)
+            publish(store, step)
     finally:
         remove_listener()
+
+
+def test_an_interrupted_save_is_incomplete_and_swept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    first = publish(store, 1)
+    interrupt(store, 2, "publish")
     assert store.list_complete() == [first]
     assert len(store.sweep()) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_an_intact_checkpoint_without_its_marker_is_kept_and_gets_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    publish(store, 1)
+    interrupt(store, 2, "mark")
+    interrupt(store, 3, "mark")
+    flip(store.path("sharded", 3) / "a.safetensors")
+    assert [c.step for c in store.list_unmarked()] == [3, 2]
+    verify(store.list_unmarked()[1])
+    assert store.sweep() == ["checkpoint-3"]
+    assert [c.step for c in store.list_complete()] == [2, 1]
+    verify(store.list_complete()[0])
+    assert store.sweep() == []
 
 
 def test_pruning_keeps_the_newest_the_multiples_and_the_final_one(tmp_path: Path) -> None:

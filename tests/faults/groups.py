@@ -21,14 +21,17 @@ from typing import Any, Literal
 
 from tests.ranks import be_rank, context, find_port
 
-Kind = Literal["kill", "raise", "hang", "enospc", "term", "term_soon", "term_twice"]
+Kind = Literal["kill", "raise", "hang", "enospc", "full", "full_and_term", "term", "term_soon", "term_twice"]
 
 LORA, FULL, GRPO = "configs/tiny_lora.yaml", "configs/tiny_full.yaml", "configs/tiny_grpo.yaml"
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Fault of a ``kind`` on ``rank``, ``delay_s`` after ``phase`` begins for the ``count``-th time in that process."""
+    """Fault of a ``kind`` on ``rank``, ``delay_s`` after ``phase`` begins for the ``count``-th time in that process.
+
+    ``enospc`` is one write that fails, ``full`` also every later one, ``full_and_term`` with a request to stop.
+    """
 
     kind: Kind
     phase: str
@@ -79,7 +82,7 @@ def run_group(
         started = time.monotonic()
         while any(process.is_alive() for process in processes):
             time.sleep(0.02)
-            died = [process for process in processes if not process.is_alive() and process.exitcode not in (0, 75)]
+            died = [process for process in processes if not process.is_alive() and process.exitcode not in (0, 74, 75)]
             if died or time.monotonic() - started > limit_s:
                 for process in processes:
                     process.join(grace_s)
@@ -142,15 +145,20 @@ class _Listener:
     def __call__(self, phase: str, name: str) -> None:
         os.write(self._trace, f"{phase}\n".encode())
         self._seen[phase] += 1
-        if phase != self._fault.phase or self._seen[phase] != self._fault.count:
+        is_due = self._seen[phase] == self._fault.count
+        is_due |= self._fault.kind.startswith("full") and self._seen[phase] > self._fault.count
+        is_first = not (self._folder / "fired").exists()
+        if phase != self._fault.phase or not is_due:
             return
         if self._fault.delay_s:
             threading.Timer(self._fault.delay_s, self._strike).start()
         else:
-            self._strike()
+            self._strike(is_first)
 
-    def _strike(self) -> None:
+    def _strike(self, is_first: bool = True) -> None:
         (self._folder / "fired").touch()
+        if self._fault.kind == "full_and_term" and is_first:
+            os.kill(os.getpid(), signal.SIGTERM)
         _do(self._fault)
 
 
@@ -161,7 +169,7 @@ def _do(fault: Fault) -> None:
         raise RuntimeError("an injected fault")
     if fault.kind == "hang":
         time.sleep(1000)
-    if fault.kind == "enospc":
+    if fault.kind in ("enospc", "full", "full_and_term"):
         raise OSError(errno.ENOSPC, "No space left on device")
     if fault.kind == "term_soon":
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()

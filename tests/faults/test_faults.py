@@ -64,6 +64,19 @@ def read_exit(run: Path) -> dict[str, Any]:
     return found
 
 
+def read_not_started(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "not_started.json").read_text())
+    return found
+
+
+def read_record(run: Path) -> dict[str, bytes | None]:
+    """Return the bytes of what a run has recorded, and the names of its checkpoints and exports."""
+    files = {name: (run / name).read_bytes() for name in ("run.json", "metrics.jsonl")}
+    files["exit.json"] = (run / "exit.json").read_bytes() if (run / "exit.json").exists() else b""
+    folders = (entry for name in ("checkpoints", "export") for entry in sorted((run / name).glob("*")))
+    return files | {str(entry): None for entry in folders}
+
+
 def assert_same_bits(run: Path, reference: Path) -> None:
     keys = ("step", "loss", "lr", "grad_norm", "data_digest", "tokens_total")
     mine, theirs = read_metrics(run), read_metrics(reference)
@@ -117,7 +130,7 @@ def test_a_signal_on_one_rank_saves_after_the_step_and_stops_all_ranks(
 def test_a_signal_before_the_first_step_stops_at_once(start: Start, killed: Path, tmp_path: Path) -> None:
     ended = start(fault=Fault("term", "read", 0))
     assert 75 in ended.codes
-    assert "before the first step" in read_exit(tmp_path / "run")["reason"]
+    assert "before the first step" in read_not_started(tmp_path / "run")["reason"]
 
 
 def test_a_second_signal_records_the_step_and_the_newest_checkpoint(start: Start, tmp_path: Path) -> None:
@@ -182,20 +195,6 @@ def test_a_stale_stop_file_is_removed_when_the_run_resumes(
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_a_full_disk_fails_the_save_but_not_training(start: Start, reference: Path, tmp_path: Path) -> None:
-    ended = start(fault=Fault("enospc", "write", 1, 2))
-    assert ended.codes == (0, 0)
-    assert "No space left on device" in ended.output
-    assert_same_bits(tmp_path / "run", reference)
-
-
-def test_a_full_disk_stops_the_run_if_configured(start: Start, tmp_path: Path) -> None:
-    ended = start("checkpoint.on_error=stop", fault=Fault("enospc", "write", 1, 2))
-    assert set(ended.codes) == {2}
-    assert "checkpoint of step 4" in read_exit(tmp_path / "run")["reason"]
-    assert "No space left on device" in read_exit(tmp_path / "run")["reason"]
-
-
 def test_an_error_on_one_rank_is_reported_and_the_run_can_resume(start: Start, reference: Path, tmp_path: Path) -> None:
     ended = start(fault=Fault("raise", "step", 1, 5))
     assert ended.codes[1] == 1
@@ -236,23 +235,21 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(start: Start, k
     ended = start()
     assert set(ended.codes) == {2}
     assert "every checkpoint is corrupt or incomplete" in ended.output
-    assert read_exit(tmp_path / "run")["code"] == 2
-    assert "every checkpoint is corrupt or incomplete" in read_exit(tmp_path / "run")["reason"]
+    assert read_not_started(tmp_path / "run")["code"] == 2
+    assert "every checkpoint is corrupt or incomplete" in read_not_started(tmp_path / "run")["reason"]
     assert (tmp_path / "run" / "run.json").read_text() == described
 
 
-def test_unmarked_checkpoints_are_named_when_a_run_starts_over(start: Start, killed: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_only_its_marker_is_resumed_from(
+    start: Start, reference: Path, killed: Path, tmp_path: Path
+) -> None:
     checkpoints = CheckpointStore(tmp_path / "run" / "checkpoints").list_complete()
     for checkpoint in checkpoints:
         next(checkpoint.path.glob("_*SUCCESS")).unlink()
-    ended = start("max_steps=1")
-    assert ended.codes == (0, 0)
-    described = json.loads((tmp_path / "run" / "run.json").read_text())
-    for checkpoint in checkpoints:
-        moved = f"{checkpoint.path}: incomplete: _"
-        assert f"checkpoint skipped: {moved}" in ended.output
-        assert any(line.startswith(moved) for line in described["not_used"])
-    assert (tmp_path / "run.1" / "checkpoints" / checkpoints[0].path.name).is_dir()
+    assert start().codes == (0, 0)
+    resumed = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"][-1]
+    assert resumed["step"] == checkpoints[0].step
+    assert_same_bits(tmp_path / "run", reference)
 
 
 @pytest.mark.parametrize(
@@ -266,10 +263,15 @@ def test_unmarked_checkpoints_are_named_when_a_run_starts_over(start: Start, kil
         ("global_batch_size=6", "global_batch_size: was 4, is 6"),
     ],
 )
-def test_a_run_with_other_settings_is_not_resumed(override: str, named: str, start: Start, killed: Path) -> None:
+def test_a_run_with_other_settings_is_not_resumed(
+    override: str, named: str, start: Start, killed: Path, tmp_path: Path
+) -> None:
+    before = read_record(tmp_path / "run")
     ended = start(override, ranks=1)
     assert ended.codes == (2,)
     assert named in ended.output
+    assert named in read_not_started(tmp_path / "run")["reason"]
+    assert read_record(tmp_path / "run") == before
 
 
 @pytest.mark.slow
@@ -282,11 +284,28 @@ def test_a_finished_run_can_be_extended(start: Start, inputs: tuple[Path, Path],
     assert_same_bits(tmp_path / "run", straight)
 
 
-def test_restarting_a_finished_run_trains_nothing(start: Start, tmp_path: Path) -> None:
+def test_a_complete_run_says_so_and_a_refused_launch_leaves_it_as_it_was(
+    start: Start, inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
     assert start("max_steps=3").codes == (0, 0)
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert start("max_steps=3", ranks=1).codes == (0,)
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    before = read_record(run)
+    again = start("max_steps=3", ranks=1)
+    assert again.codes == (0,)
+    assert "already complete after step 3" in again.output
+    assert read_record(run) == before
+    (tmp_path / "bad.jsonl").write_text('{"messages": "none"}\n')
+    for refused in ("seed=4", f"data.sources.0.path={tmp_path / 'bad.jsonl'}", "adapter.modules=[none]"):
+        assert start("max_steps=3", refused).codes == (2, 2)
+        assert read_not_started(run)["code"] == 2
+        assert read_record(run) == before
+
+    for export in (run / "export").iterdir():
+        shutil.rmtree(export)
+    assert start("max_steps=3").codes == (0, 0), "writes what is missing"
+    assert (run / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
+    assert sorted(path.name for path in (run / "export").iterdir()) == ["adapter", "merged"]
+    assert not (run / "not_started.json").exists()
 
 
 @pytest.mark.parametrize(

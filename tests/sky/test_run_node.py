@@ -17,6 +17,7 @@ import pytest
 from fctune.launch.env_overrides import resolve_launch
 from tests.conftest import ROOT
 from tests.ranks import find_port
+from tests.sky.task_files import SKY, load
 
 TINY = str(ROOT / "configs" / "tiny_lora.yaml")
 FULL = str(ROOT / "configs" / "tiny_full.yaml")
@@ -74,7 +75,7 @@ def environment_of(folder: Path, **more: str) -> dict[str, str]:
 def skip_preflight(script: Path, environment: dict[str, str]) -> None:
     """Replace the preflight of a copied script by its outcome on a fit node: the launch, prepared and written."""
     launch = resolve_launch(Path(environment["CONFIG"]), environment, SOURCES, Path(environment["FCTUNE_SHARED"]))
-    launch.prepare(is_head=True)
+    launch.prepare()
     known, python = script.with_name("launch"), script.parents[1] / ".venv" / "bin" / "python"
     known.write_text(launch.to_shell(0))
     python.write_text(
@@ -195,17 +196,29 @@ def test_the_config_selects_the_recipe(tmp_path: Path) -> None:
     assert "recipes/full_fc_distributed" in recorded(tmp_path, "")
 
 
-@pytest.mark.parametrize(("recorded_code", "code"), [("75", 75), ("2", 2), ("", 1), ("0", 1)])
+@pytest.mark.parametrize(("recorded_code", "code"), [("75", 75), ("74", 74), ("2", 2), ("", 1), ("0", 1)])
 def test_the_exit_code_is_the_one_in_exit_json(recorded_code: str, code: int, tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EXIT_JSON=recorded_code, TUNE_CODE="1")
     stale = Path(environment["RUN"])
     stale.mkdir(parents=True)
-    (stale / "exit.json").write_text('{"code": 75}')  # of an earlier run, which the preflight removes
+    (stale / "exit.json").write_text('{"code": 75}')  # of an earlier run
     if recorded_code:
         skip_preflight(script, environment)
     done = run(script, environment)
     assert done.returncode == code, done.stdout + done.stderr
+
+
+def test_the_exit_code_of_a_refused_launch_is_not_that_of_the_run_before(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", TUNE_CODE="1")
+    output, tune = Path(environment["RUN"]), script.parents[1] / ".venv" / "bin" / "tune"
+    output.mkdir(parents=True)
+    (output / "exit.json").write_text('{"code": 74}')
+    skip_preflight(script, environment)
+    tune.write_text(f"#!/usr/bin/env bash\nprintf '{{\"code\": 2}}' > {output}/not_started.json\nexit 1\n")
+    assert run(script, environment).returncode == 2
+    assert (output / "exit.json").read_text() == '{"code": 74}'
 
 
 @pytest.mark.parametrize(("recorded_code", "code"), [("75", 0), ("1", 1)])
@@ -281,6 +294,35 @@ def test_a_run_that_is_asked_to_stop_saves_and_resumes(signaled: str, tmp_path: 
     assert [json.loads(line)["step"] for line in lines] == list(range(1, ended["step"] + 4))
     log = (tmp_path / "shared" / "logs" / "tiny_lora" / "node-0.log").read_text()
     assert f"resuming from {ended['checkpoint']}" in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", ["head", "other"])
+def test_a_node_that_is_preempted_saves_before_it_ends(node: str, tmp_path: Path) -> None:
+    if subprocess.run(["pgrep", "-f", r"sky\.skylet\.skylet|sky/run_node\.sh"], capture_output=True).returncode == 0:
+        pytest.skip("another training runs on this machine, which the hook would stop, too")
+    home, run = tmp_path / "home", tmp_path / "shared" / "runs" / "tiny_lora"
+    home.mkdir()
+    (home / "sky_workdir").symlink_to(ROOT)
+    process = start(tmp_path, "epochs=50")
+    assert process.poll() is None, (tmp_path / "shown.txt").read_text()[-2000:]
+    (hook,) = load(SKY / "finetune.yaml")["config"]["hooks"]
+    environment = {"HOME": str(home), "PATH": os.environ["PATH"]}  # the daemon that runs it has none of the task's
+    if node == "head":
+        done = subprocess.run(["bash", "-c", hook["run"]], env=environment, capture_output=True, text=True, timeout=150)
+    else:  # what preStop does
+        stand_in = subprocess.Popen(
+            ["sky/preempt.sh", "--on-signal", "sky.skylet.skylet"], cwd=ROOT, env=environment, stdout=subprocess.PIPE
+        )
+        time.sleep(1)
+        found = subprocess.run(["pgrep", "-of", r"sky\.skylet\.skylet"], capture_output=True, text=True)
+        assert int(found.stdout) == stand_in.pid
+        stand_in.terminate()
+        stand_in.wait(150)
+    assert process.poll() is not None or process.wait(5) is not None, "it waits for the checkpoint"
+    assert process.returncode == 75, done.stdout if node == "head" else ""
+    ended = json.loads((run / "exit.json").read_text())
+    assert Path(ended["checkpoint"]).is_dir()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from fctune.training.callbacks.hang_watch import HangWatch
 
 @pytest.mark.parametrize(("is_compiled", "limit_s"), [(False, 120.0), (True, 600.0)])
 def test_a_compiled_run_may_compile_within_a_step(is_compiled: bool, limit_s: float, tmp_path: Path) -> None:
-    watch = HangWatch(tmp_path, 0, lambda reason: None, is_compiled=is_compiled)
+    watch = HangWatch(tmp_path, 0, lambda reason, code: None, is_compiled=is_compiled)
     try:
         assert watch.limit_s == 1800.0
         for step in range(5):

@@ -98,14 +98,33 @@ def test_ranks_that_fail_together_leave_one_complete_reason(tmp_path: Path, capl
     reasons = [f"rank {rank}: " + "x" * 5000 * rank for rank in range(8)]
 
     def fail(reason: str) -> None:
+        directory = RunDirectory(path)
+        directory.has_begun = True
         for step in range(20):
-            RunDirectory(path).finish(1, reason, step)
+            directory.finish(1, reason, step)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(fail, reasons))
     assert json.loads((path / "exit.json").read_text())["reason"] in reasons
     assert not caplog.records
     assert not list(path.glob(".*.partial"))
+
+
+def test_a_launch_that_does_not_begin_leaves_the_record_of_the_run_before(tmp_path: Path) -> None:
+    path = start(tmp_path / "run", hours_ago=1).path
+    (path / "exit.json").write_text('{"code": 0, "reason": "completed"}')
+    before = {file.name: file.read_bytes() for file in path.iterdir() if not file.name.startswith(".")}
+    refused = RunDirectory(path)
+    refused.lock()
+    refused.describe(num_steps=99)
+    refused.finish(2, "seed: was 3, is 4", 0)
+    refused.unlock()
+    assert json.loads((path / "not_started.json").read_text())["code"] == 2
+    assert {name: (path / name).read_bytes() for name in before} == before
+    again = RunDirectory(path)
+    again.lock()
+    assert not (path / "not_started.json").exists(), "it is of the launch before"
+    again.unlock()
 
 
 def test_a_run_resumes_even_if_exit_json_is_corrupt(tmp_path: Path) -> None:

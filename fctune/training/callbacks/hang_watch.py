@@ -1,4 +1,4 @@
-"""Hang detection: a step that takes far too long is described and ended, so that the launcher can restart the run."""
+"""Hang detection: a step or a write that takes far too long is described, and ends the process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from fctune.files import run_within
+from fctune.launcher_watch import kill_launcher_later
 from fctune.training.callbacks.base import Callback
+from fctune.training.callbacks.checkpoint import SAVE_FAILED
 
 logger = logging.getLogger("fctune")
 
@@ -21,37 +26,52 @@ _FACTOR = 20.0
 _MIN_LIMIT_S = 120.0
 _MIN_COMPILED_LIMIT_S = 600.0  # a block that must be compiled again, on a busy host
 _FIRST_LIMIT_S = 1800.0  # compilation and first allocations
+_REPORT_S = 8.0  # limit of each part of a report, whose disk or terminal may hang too
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """Work with a deadline, and what its end means."""
+
+    what: str
+    started: float
+    limit_s: float
+    code: int
+    hint: str = ""
 
 
 class HangWatch(Callback):
     """Ends this process when a step takes longer than ``timeout_s``, or far longer than the steps before it.
 
     Without a time-out the limit is 20 times the median of the last 50 steps, at least two minutes, or ten if blocks are
-    compiled. The stack of every thread is written to ``stacks/rank-N.txt`` first.
+    compiled. ``guard`` gives saves and other writes a limit too, on any thread. The stack of every thread is written to
+    ``stacks/rank-N.txt`` first; if that or another part of the report hangs, the process ends nevertheless.
 
     Args:
         folder: The run's directory.
         rank: Rank of this process.
-        on_hang: Called with the reason before the process is ended.
+        on_hang: Called with the reason and the exit code before the process is ended.
         timeout_s: Limit of a step; None derives it from earlier steps.
         is_compiled: Steps may compile blocks.
+        write_timeout_s: Limit of a write in place of that which ``guard`` is given.
     """
 
     def __init__(
         self,
         folder: Path,
         rank: int,
-        on_hang: Callable[[str], None],
+        on_hang: Callable[[str, int], None],
         timeout_s: float | None = None,
         is_compiled: bool = False,
+        write_timeout_s: float | None = None,
     ):
         self.file = folder / "stacks" / f"rank-{rank}.txt"
         self._rank, self._on_hang = rank, on_hang
-        self._timeout_s = timeout_s
+        self._timeout_s, self._write_timeout_s = timeout_s, write_timeout_s
         self._min_limit_s = _MIN_COMPILED_LIMIT_S if is_compiled else _MIN_LIMIT_S
         self._times: deque[float] = deque(maxlen=50)
-        self._deadline: float | None = None
-        self._started = 0.0
+        self._step: _Watched | None = None
+        self._writes: dict[int, _Watched] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._thread.start()
@@ -67,13 +87,24 @@ class HangWatch(Callback):
 
     def on_step_start(self, step: int) -> None:
         """Start the time limit of a step."""
-        self._started = time.monotonic()
-        self._deadline = self._started + self.limit_s
+        self._step = _Watched("a step", time.monotonic(), self.limit_s, code=1)
 
     def after_optimizer_update(self, step: int) -> None:
         """Stop the clock and record how long the step took."""
-        self._deadline = None
-        self._times.append(time.monotonic() - self._started)
+        if self._step is not None:
+            self._times.append(time.monotonic() - self._step.started)
+            self._step = None
+
+    @contextmanager
+    def guard(self, what: str, limit_s: float) -> Iterator[None]:
+        """End the process if the block, such as ``saving checkpoint-10``, takes longer than a limit."""
+        limit_s = self._write_timeout_s or limit_s
+        write = _Watched(what, time.monotonic(), limit_s, SAVE_FAILED, "; its disk does not answer")
+        self._writes[id(write)] = write
+        try:
+            yield
+        finally:
+            del self._writes[id(write)]
 
     def close(self) -> None:
         """Stop the watch thread and join it."""
@@ -82,19 +113,29 @@ class HangWatch(Callback):
 
     def _watch(self) -> None:
         while not self._stop.wait(0.2):
-            deadline = self._deadline
-            if deadline is not None and time.monotonic() > deadline:
-                try:
-                    self._report()
-                finally:  # even if the disk is full
-                    os._exit(1)
+            now = time.monotonic()
+            for watched in (self._step, *list(self._writes.values())):
+                if watched is not None and now > watched.started + watched.limit_s:
+                    self._end(watched)
 
-    def _report(self) -> None:
-        reason = f"a step took longer than {time.monotonic() - self._started:.0f} s"
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.file, "w", encoding="utf-8") as file:
-            file.write(f"{reason}; stacks of all threads:\n\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-        logger.error("rank %d: %s; the stacks of all threads are in %s", self._rank, reason, self.file)
-        self._on_hang(f"rank {self._rank}: {reason}")
+    def _end(self, watched: _Watched) -> None:
+        reason = f"{watched.what} took longer than {watched.limit_s:g} s{watched.hint}"
+        try:
+            run_within(_REPORT_S, lambda: logger.error("rank %d: %s", self._rank, reason))
+            run_within(_REPORT_S, lambda: self._write_stacks(reason))
+            run_within(_REPORT_S, lambda: self._on_hang(f"rank {self._rank}: {reason}", watched.code))
+        finally:
+            run_within(_REPORT_S, kill_launcher_later)
+            os._exit(watched.code)
+
+    def _write_stacks(self, reason: str) -> None:
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.file, "w", encoding="utf-8") as file:
+                file.write(f"{reason}; stacks of all threads:\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            logger.error("%s: cannot be written (%s)", self.file, error.strerror)
+        else:
+            logger.error("rank %d: the stacks of all threads are in %s", self._rank, self.file)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from fctune import distributed
 from fctune.signals import SignalPipe, name_signal
 from fctune.training.callbacks.base import Callback
-from fctune.training.callbacks.checkpoint import CheckpointCallback
+from fctune.training.callbacks.checkpoint import CheckpointCallback, SaveError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -24,7 +23,7 @@ _MAX_REASON = 80
 
 
 class Stopped(Exception):
-    """Training stopped on request; a re-run resumes from ``checkpoint``, which is None if nothing was saved."""
+    """Training stopped on request and saved; a re-run resumes from ``checkpoint``, None before the first step."""
 
     def __init__(self, reason: str, checkpoint: Path | None = None):
         super().__init__(reason)
@@ -36,7 +35,7 @@ class StopRequest:
 
     A thread reads the signals. Before the first step it ends the process at once, as there is nothing to save. During
     training it records the request, which ``StopCallback`` reads after the step; a second signal ends the process at
-    once.
+    once. Another thread looks for the stop file, whose disk may hang.
 
     Args:
         stop_file: Its appearance requests a stop; None on ranks that do not check it.
@@ -48,31 +47,35 @@ class StopRequest:
         self._on_exit = on_exit
         self._reason: str | None = None
         self._is_training = False
-        self._checked_at = 0.0
+        self._is_closed = threading.Event()
         self._pipe = SignalPipe(SIGNALS)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
 
     def start_training(self) -> None:
-        """From now on, handle signals at the end of a step."""
+        """From now on, handle requests at the end of a step."""
         self._is_training = True
+        if self._stop_file is not None:
+            threading.Thread(target=self._look_for_file, args=(self._stop_file,), name="stop-file", daemon=True).start()
 
     @property
     def reason(self) -> str | None:
         """Reason for this rank to stop; None without a request."""
-        if self._reason is None and self._stop_file is not None:
-            now = time.monotonic()
-            if now - self._checked_at > _STOP_FILE_EVERY_S:
-                self._checked_at = now
-                self._reason = _read_stop_file(self._stop_file)
         return self._reason
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
+        self._is_closed.set()
         self._pipe.restore()
         os.write(self._pipe.write_end, b"\0")
         self._thread.join()
         self._pipe.close()
+
+    def _look_for_file(self, file: Path) -> None:
+        while not self._is_closed.wait(_STOP_FILE_EVERY_S):
+            if (reason := _read_stop_file(file)) is not None:
+                self._reason = self._reason or reason
+                return
 
     def _listen(self) -> None:
         while number := os.read(self._pipe.read_end, 1)[0]:
@@ -111,20 +114,20 @@ class StopCallback(Callback):
         """Stop if any rank has a request.
 
         Raises:
-            Stopped: A stop was requested.
-            CheckpointError: An earlier save failed and ``checkpoint.on_error`` is stop.
+            Stopped: A stop was requested, and the state is saved.
+            SaveError: A stop was requested, but the state cannot be saved.
         """
         if not distributed.any_rank([self._request.reason is not None])[0]:
             return False
-        self._checkpoint.raise_if_failed()
         reasons = [reason for reason in distributed.all_gather_objects(self._request.reason) if reason]
         if step == 0:  # the optimizer has no state yet
             raise Stopped(f"stopped by {reasons[0]} before the first step; nothing to save")
-        is_saved, checkpoint = self._checkpoint.save_before_stop(step)
-        outcome = "checkpoint saved" if is_saved else "checkpoint NOT saved"
-        raise Stopped(
-            f"stopped by {reasons[0]} after step {step}; {outcome}; re-run the same command to resume", checkpoint
-        )
+        stopped = f"stopped by {reasons[0]} after step {step}"
+        try:
+            checkpoint = self._checkpoint.save_before_stop(step)
+        except SaveError as error:
+            raise SaveError(f"{stopped}, but {error}", error.checkpoint) from None
+        raise Stopped(f"{stopped}; checkpoint saved; re-run the same command to resume", checkpoint)
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
