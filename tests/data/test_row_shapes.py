@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fctune.cli import main
@@ -288,6 +290,13 @@ def test_every_spelling_of_a_conversation_reads_and_converts_to_the_same(shape: 
     assert checked.defects == checked.warnings == 0
 
 
+@pytest.mark.parametrize("shape", ["a system column beside messages", "metadata.tools", "ms-swift's roles", "Toucan"])
+def test_tables_of_these_rows_read_as_their_json_does(shape: str, tmp_path: Path) -> None:
+    rows = [SHAPES[shape](index) for index in range(NUM_ROWS)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert plain(str(tmp_path / "rows.parquet")) == [expected_of(index) for index in range(NUM_ROWS)]
+
+
 def read(row: Row, **options: Any) -> ParsedRow:
     return read_row(row, "auto", ReadContext(**options))
 
@@ -375,6 +384,19 @@ def test_a_result_of_any_json_value_is_its_text(content: Any, text: str | None) 
     assert (
         read({"conversations": turns_of(0, result=turn), "tools": TOOLS}).conversation.messages[2].content == expected
     )
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "train", "training"])
+def test_messages_that_are_marked_as_context_are_not_trained(key: str) -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a", key: 0}]
+    assert read({"messages": messages}).conversation.messages[1].weight == 0
+    if key != "weight":
+        switched = [{**message, key: False} if key in message else message for message in messages]
+        assert read({"messages": switched}).conversation.messages[1].weight == 0
+    assert kind_of({"messages": [messages[0], {**messages[1], key: "no"}]}) == "bad_weight"
+    turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a", key: 0}]
+    assert kind_of({"conversations": turns}) == "bad_weight"
+    assert read({"conversations": [{**turns[0], key: 0}, {**turns[1], key: 1}]})
 
 
 def test_media_and_nulls_are_no_results() -> None:

@@ -451,3 +451,5 @@ def test_the_real_rows_have_no_defects() -> None:
     lines = GLAIVE_DEMO.read_text("utf-8").split("\n")
     for row in rows:
         assert lines[int(row.conversation.source.rpartition(":")[2]) - 1].strip() == "{"
+    others = list(parse_source(str(REAL_DATA / "seal_tools" / "rows.jsonl")))
+    assert sum(isinstance(item, ParsedRow) for item in others) == len(others) == 1237

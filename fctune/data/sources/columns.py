@@ -28,7 +28,7 @@ _WORDS = (
 )
 _EXACT = (
     "meta|metadata|annotations|usage|stats|statistics|extra_info|extra|tool_choice|finish_reason|stop_reason|status|"
-    "logprobs|signature|cache_control|audio|ability"
+    "logprobs|signature|used_in|cache_control|audio|ability"
 )
 _HARMLESS = re.compile(rf"_?(?:(?:\w+[_-])?(?:{_WORDS})s?|{_EXACT}|\w+_(?:at|on))", re.IGNORECASE)
 # Values that say nothing: dates, addresses, hashes, and constants as CSV writes them.

@@ -19,10 +19,22 @@ from fctune.data.sources.row_formats.sharegpt import read_calls
 from fctune.data.sources.row_reasoning import REASONING_KEYS, REASONING_ROLES, read_reasoning, split_parts
 
 _CALL_ROLES = ("tool_call", "function_call")
+# The loss weight of a message: OpenAI's, ms-swift's and axolotl's.
+_WEIGHT_KEYS = ("weight", "loss", "train", "training")
 _RESULT_ROLES = ("tool", "function", "tool_response", "tool_output", "observation")
 
 _READ_FIELDS = frozenset(
-    {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "function_call", "channel", *REASONING_KEYS}
+    {
+        "role",
+        "content",
+        "tool_calls",
+        "tool_call_id",
+        "name",
+        "function_call",
+        "channel",
+        *_WEIGHT_KEYS,
+        *REASONING_KEYS,
+    }
 )
 
 
@@ -102,7 +114,7 @@ def _add_message(message: Any, pointer: str, builder: RowBuilder, tagged: list[s
             if content is None and not calls:
                 reason = "null without tool_calls: an assistant message has text, calls, or both"
                 raise RowError(f"{pointer}.content", "content_not_text", reason)
-            builder.add("assistant", content, pointer, calls, _read_weight(message.get("weight"), pointer), reasoning)
+            builder.add("assistant", content, pointer, calls, _read_weight(message, pointer), reasoning)
         case str() if role in _CALL_ROLES:
             builder.add_calls(read_calls(content, f"{pointer}.content", builder), pointer, reasoning)
         case str() if role in _RESULT_ROLES:
@@ -163,14 +175,19 @@ def _read_text(value: Any, pointer: str) -> str | None:
     raise RowError(pointer, "message_shape", f"expected a string, got {describe_value(value)}")
 
 
-def _read_weight(value: Any, pointer: str) -> float:
-    if value is None:
-        return 1.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise RowError(
-            f"{pointer}.weight", "bad_weight", f"expected 0 (context only) to 1, got {describe_value(value)}"
-        )
-    return float(value)
+def _read_weight(message: dict[str, Any], pointer: str) -> float:
+    """Return the loss weight of a message, the lowest if several keys give one."""
+    weights = [1.0]
+    for key in _WEIGHT_KEYS:
+        value = message.get(key)
+        if value is None:
+            continue
+        is_switch = isinstance(value, bool) and key != "weight"
+        if not is_switch and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1):
+            expected = "0 (context only) to 1" if key == "weight" else "true, false (context only), or 0 to 1"
+            raise RowError(f"{pointer}.{key}", "bad_weight", f"expected {expected}, got {describe_value(value)}")
+        weights.append(float(value))
+    return min(weights)
 
 
 def _is_openai(row: dict[str, Any]) -> bool:

@@ -30,6 +30,7 @@ SPEAKERS = {
     "tool_output": "result",
     **dict.fromkeys(REASONING_ROLES, "reasoning"),
 }
+_WEIGHT_KEYS = ("weight", "loss", "train", "training")  # that ask for a turn to be context only
 _READ_KEYS = frozenset({"from", "value", *REASONING_KEYS})
 
 
@@ -104,6 +105,12 @@ def read_turns(row: dict[str, Any], builder: RowBuilder) -> list[Turn]:
             known = ", ".join(SPEAKERS)
             raise RowError(f"{pointer}.from", "unknown_role", f"expected one of {known}; got {describe_value(speaker)}")
         builder.note_unread(turn, _READ_KEYS, pointer)
+        is_answer = SPEAKERS[speaker] in ("assistant", "call")
+        if is_answer and (
+            unweighted := next((key for key in _WEIGHT_KEYS if turn.get(key) in (0, "0", "false")), None)
+        ):
+            reason = f"{turn[unweighted]!r}, but weights are read in rows of messages only; convert the row to messages"
+            raise RowError(f"{pointer}.{unweighted}", "bad_weight", reason)
         if SPEAKERS[speaker] not in ("call", "result"):
             value = read_content(value, f"{pointer}.value", builder.notes)
         if value is None:

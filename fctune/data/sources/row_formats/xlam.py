@@ -48,8 +48,8 @@ def _finish_without_call(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     raise RowError(
         "answers",
         "no_answer_text",
-        "no call is right, and the row has no text to train on instead: add a column response with the reply, in many "
-        "wordings (a single one is learned as a refusal of everything), or use the rows as cases: fctune data cases",
+        "[], and no text to train on instead: add a column response with the reply, in many wordings, or make cases of "
+        "the rows (fctune data cases)",
     )
 
 
@@ -84,5 +84,6 @@ ROW_FORMAT = RowFormat(
     matches=lambda row: "query" in row and "answers" in row and "tools" in row,
     read=read_xlam,
     columns=("query", "answers", "tools", "system", "response", *REASONING_KEYS),
+    harmless=("func_name", "func_desc"),  # of APIGen's mirrors
     priority=-1,
 )
