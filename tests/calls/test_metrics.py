@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from statistics import NormalDist
 from typing import Any
@@ -15,6 +16,7 @@ from fctune.calls.judge import ERROR_KINDS, Judgement, judge, judge_failure
 from fctune.calls.metrics import score_outcomes, wilson_interval
 from fctune.data.conversation import Call, Tool
 from fctune.data.tool_schema import ToolSet
+from tests.conftest import ROOT
 
 ONE, TWO = Call("f", {"a": 1, "b": "x"}), Call("g", {"a": 2})
 TOOLS = tuple(
@@ -180,3 +182,17 @@ def test_small_categories_have_wide_intervals() -> None:
     assert wilson_interval(0, 0) == (0.0, 1.0)
     assert wilson_interval(16, 16)[1] == 1.0
     assert wilson_interval(16, 16)[0] < 0.81
+
+
+def test_intervals_in_readme_and_docs_are_wilsons() -> None:
+    """In tables that give the number of cases, or in the cell itself as ``(of N)``."""
+    found = 0
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for line in page.read_text(encoding="utf-8").splitlines():
+            cases = re.match(r"\| [^|]+ \| \**(\d+)\** \|", line)
+            for rate, low, high in re.findall(r"([\d.]+) %\**\s\(([\d.]+) - ([\d.]+)\)", line) if cases else ():
+                n, num_decimals = int(cases[1]), len(rate.partition(".")[2])  # type: ignore[index]
+                bounds = wilson_interval(round(float(rate) * n / 100), n)
+                assert [f"{100 * bound:.{num_decimals}f}" for bound in bounds] == [low, high], f"{page.name}: {line}"
+                found += 1
+    assert found > 30
