@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from torch._functorch import config as functorch
@@ -341,9 +342,22 @@ def start_state(model: CausalLM, config: RunConfig, num_steps: int, gradient_syn
     if component.__module__.startswith("torchao."):
         # They compile their step, and torch 2.13's autograd cache confuses steps of different shapes or optimizers.
         functorch.enable_autograd_cache = False
-    optimizer = component([p for p in model.parameters() if p.requires_grad], **arguments)
+    optimizer = component(_group_parameters(model, config), **arguments)
     scheduler = build_scheduler(optimizer, config.lr_scheduler, num_steps)
     return TrainState(model, optimizer, scheduler, gradient_sync)
+
+
+def _group_parameters(model: CausalLM, config: RunConfig) -> list[dict[str, Any]]:
+    """Return the trained parameters in two groups, of which the second has no weight decay: norms, biases and vectors.
+
+    As ``Trainer.get_decay_parameter_names`` of transformers has it, which TRL uses, too. All of an adapter decays.
+    """
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_plain = config.adapter is not None or (parameter.ndim > 1 and "bias" not in name.rpartition(".")[2])
+            groups[0 if is_plain else 1]["params"].append(parameter)
+    return [group for group in groups if group["params"]]
 
 
 def is_wandb_on(config: WandbConfig, environment: Mapping[str, str]) -> bool:

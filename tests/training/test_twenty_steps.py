@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fctune.checkpoint.tensors import collect_tensors, init_optimizer_state_
 from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet, open_prepared, prepare
@@ -29,11 +30,12 @@ from tests.training.training_runs import Recorder, build_trainable, make_config
 
 NUM_STEPS = 20
 LR = 2e-3
+WEIGHT_DECAY = 5.0  # 1 % a step: losses show which weights decay
 CLIP = 0.5
 TWENTY_STEPS: dict[str, Any] = {
     "max_steps": NUM_STEPS,
     "epochs": 9,
-    "optimizer": {"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": 0.01},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": LR, "weight_decay": WEIGHT_DECAY},
     "clip_grad_norm": CLIP,
     "validation": {"every": 0},
 }
@@ -88,6 +90,16 @@ def plain_step(model: Any, optimizer: Any, prepared: PreparedSet, packs: tuple[i
     return float(loss.detach()), float(norm)
 
 
+def group_as_trainer_does(model: nn.Module) -> list[dict[str, Any]]:
+    """Group the trained parameters as transformers' Trainer does for its optimizer."""
+    from transformers import Trainer
+
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [{"params": [p for name, p in trained.items() if name in decayed]}]
+    return [*groups, {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0}]
+
+
 @pytest.mark.parametrize(
     ("family", "kind", "is_packed", "world_size"),
     [
@@ -127,8 +139,7 @@ def test_twenty_steps_match_transformers_and_peft(
             if name.endswith("lora_a"):
                 key = read_architecture(path).to_peft_name(name).replace(".weight", ".default.weight")
                 parameters[key].data.copy_(torch.from_numpy(weight))
-    trained = [p for p in theirs.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(group_as_trainer_does(theirs), lr=LR, weight_decay=WEIGHT_DECAY)
     loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed)
     for step in range(NUM_STEPS):
         loss, norm = plain_step(theirs, optimizer, prepared, loader.step_at(step + 1).packs)
@@ -148,7 +159,7 @@ def test_mixed_precision_matches_float32_weights_computed_in_bfloat16(
         precision="bf16_mixed",
         global_batch_size=3,
         micro_batch_size=1,
-        **TWENTY_STEPS,
+        **TWENTY_STEPS | {"optimizer": TWENTY_STEPS["optimizer"] | {"weight_decay": 0.01}},
     )
     prepared = prepare(config.data, path, tmp_path / "prepared")
     losses, norms, _ = run_ranks(train_ours, 1, config, prepared.path)[0]
@@ -156,7 +167,9 @@ def test_mixed_precision_matches_float32_weights_computed_in_bfloat16(
     world = World(0, 1, 0, torch.device("cpu"))
     config.precision = "bf16"
     rounded, kept = (plain_model(config, path, precision) for precision in ("bf16", "fp32"))
-    optimizer = torch.optim.AdamW(kept.parameters(), lr=LR, weight_decay=0.01)
+    vectors = [p for p in kept.parameters() if p.ndim == 1]
+    groups = [{"params": [p for p in kept.parameters() if p.ndim > 1]}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=0.01)
     loader = GlobalLoader(prepared, "train", config.global_batch_size, config.seed)
     for number in range(1, NUM_STEPS + 1):
         step = loader.step_at(number)
@@ -173,7 +186,7 @@ def test_mixed_precision_matches_float32_weights_computed_in_bfloat16(
                 assert narrow.grad is not None
                 wide.grad += narrow.grad.float()
                 narrow.grad = None
-        norm = nn.utils.clip_grad_norm_(kept.parameters(), CLIP)
+        norm = nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIP)
         optimizer.step()
         assert losses[number - 1] == pytest.approx(total, rel=1e-4), number
         assert norms[number - 1] == pytest.approx(float(norm), rel=1e-3), number
@@ -188,3 +201,24 @@ def plain_model(config: RunConfig, path: Path, precision: str) -> Any:
     materialize_(model, torch.device("cpu"))
     load_base_(model, path)
     return model.train()
+
+
+def test_a_checkpoint_of_one_parameter_group_has_the_tensors_of_two(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Runs that began before norms were exempt from weight decay resume."""
+    path = make_model("qwen2")
+    config = make_config(path, tmp_path, adapter=None, precision="fp32", **TWENTY_STEPS)
+    decays, grouped, alone = run_ranks(collect_names, 1, config)[0]
+    assert decays == [WEIGHT_DECAY, 0.0]
+    assert grouped == alone
+
+
+def collect_names(world: World, config: RunConfig) -> tuple[list[float], set[str], set[str]]:
+    model, gradient_sync = build_trainable(config, world)
+    grouped = start_state(model, config, NUM_STEPS, gradient_sync).optimizer
+    alone = torch.optim.AdamW(model.parameters(), lr=LR)
+    for optimizer in (grouped, alone):
+        init_optimizer_state_(optimizer)
+    names = [set(collect_tensors(model, optimizer)) for optimizer in (grouped, alone)]
+    return [group["weight_decay"] for group in grouped.param_groups], names[0], names[1]
