@@ -1,9 +1,10 @@
-"""Verdicts per second on one core: this project and the leaderboard's own checker, in one run.
+"""Verdicts compared with the leaderboard's own checker, and verdicts per second of both on one core, in one run.
 
-    python benchmarks/scoring.py [--repeats 5] [--out benchmarks/results/scoring.json]
+    python -m benchmarks.scoring [--repeats 5] [--scale 1] [--out benchmarks/results/scoring.json]
 
-Needs the bfcl-eval wheel, which `make setup` installs. Predictions are the leaderboard's 2,351 Python answers,
-unchanged and mutated by the seeded generator of the tests; in files each occurs ten times. Times are CPU times of this
+Needs the bfcl-eval wheel, which `make setup` installs. Fails if a verdict differs. Predictions are made by the seeded
+generators of the tests; those for speed are the leaderboard's 2,351 Python answers, unchanged and mutated, and in files
+each occurs ten times. Times are CPU times of this
 process on one core, the median of the repeats. The official checker only compares; a row of a file is read from disk,
 parsed, judged by the leaderboard's rules and by the strict match, validated against its schema, counted and written.
 """
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import platform
@@ -22,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,28 +33,103 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from fctune.calls.bfcl.answer_key import AnswerKey  # noqa: E402
-from fctune.calls.bfcl.cases import MULTI_TURN, read_bfcl  # noqa: E402
+from fctune.calls.bfcl.cases import MULTI_TURN, RELEVANCE, read_bfcl  # noqa: E402
 from fctune.calls.bfcl.checker import CallChecker  # noqa: E402
 from fctune.calls.bfcl.multi_turn import check_multi_turn, load_simulators  # noqa: E402
 from fctune.calls.formats.base import Parsed  # noqa: E402
 from fctune.calls.formats.registry import FORMATS  # noqa: E402
+from fctune.calls.tool_calls import read_tool_calls  # noqa: E402
 from fctune.data.conversation import Call  # noqa: E402
 from fctune.evaluation.score_file import score_file  # noqa: E402
 from fctune.evaluation.suites import BfclSuite  # noqa: E402
 from tests.calls.bfcl_wheel import (  # noqa: E402
     PYTHON_CATEGORIES,
+    SOURCE_CATEGORIES,
     Case,
     data_dir,
     gold_calls,
+    load_cases,
     official_checker,
     official_multi_turn_checker,
+    official_served_checker,
     python_cases,
 )
-from tests.calls.mutations import mutate  # noqa: E402
-from tests.calls.turn_mutations import gold_turns  # noqa: E402
+from tests.calls.mutations import invented_case, mutate, mutate_source, odd_arguments  # noqa: E402
+from tests.calls.turn_mutations import gold_turns, mutate_turns  # noqa: E402
+from tests.evaluation.official_prompt import is_same_reading, odd_answer  # noqa: E402
 
 COPIES = 10
 Predictions = Sequence[tuple[Case, list[Call]]]
+
+
+def compare_verdicts(scale: float) -> dict[str, dict[str, int]]:
+    """Compare verdicts with the wheel's; return the number of comparisons of each kind, and of those that differ."""
+    kinds = {
+        "mutated calls, Python": _compare_calls(mutate, list(python_cases()), int(250_000 * scale)),
+        "mutated calls, Java and JavaScript": _compare_calls(
+            mutate_source, [case for name in SOURCE_CATEGORIES for case in load_cases(name)], int(60_000 * scale)
+        ),
+        "invented cases": _compare_invented(int(100_000 * scale)),
+        "arguments as odd JSON": _compare_served(int(60_000 * scale)),
+        "mutated multi-turn conversations": _compare_turns(int(8_000 * scale)),
+        "odd answers in Python's syntax, as read": _compare_readings(int(180_000 * scale)),
+    }
+    found = {}
+    for kind, comparisons in kinds.items():
+        # The wheel prints what it cannot convert.
+        with contextlib.redirect_stdout(io.StringIO()):
+            is_same = list(comparisons)
+        found[kind] = {"compared": len(is_same), "differing": is_same.count(False)}
+        print(f"{kind:42}{len(is_same):>10,} compared, {is_same.count(False):,} differ", flush=True)
+    return found
+
+
+def _compare_calls(
+    mutation: Callable[[Case, random.Random], list[Call]], cases: Sequence[Case], count: int
+) -> Iterator[bool]:
+    rng, check = random.Random(1), official_checker()
+    checkers = {case.id: CallChecker(case.category, case.functions, case.answers) for case in cases}
+    for case in itertools.islice(itertools.cycle(cases), count):
+        calls = mutation(case, rng)
+        yield checkers[case.id].check(calls).valid == (check(case, calls) is True)
+
+
+def _compare_invented(count: int) -> Iterator[bool]:
+    rng, check = random.Random(2), official_checker()
+    for _ in range(count):
+        case, calls = invented_case(rng)
+        ours = CallChecker(case.category, case.functions, case.answers).check(calls)
+        yield ours.valid == (check(case, calls) is True)
+
+
+def _compare_served(count: int) -> Iterator[bool]:
+    rng, check = random.Random(3), official_served_checker()
+    cases = [Case(one.id, one.category, [], []) for name in RELEVANCE for one in read_bfcl(data_dir(), name)]
+    cases += [*load_cases("live_simple"), *load_cases("live_parallel"), *load_cases("parallel")]
+    checkers = {case.id: CallChecker(case.category, case.functions, case.answers) for case in cases}
+    for case in itertools.islice(itertools.cycle(cases), count):
+        gold = gold_calls(case) or [Call("f", {"a": 1})] * rng.choice((1, 1, 2))
+        sent = [
+            {"name": rng.choice([call.name] * 8 + ["", None]), "arguments": odd_arguments(call.arguments, rng)}
+            for call in gold
+        ]
+        decoded = read_tool_calls(sent).decoded
+        ours = checkers[case.id].check(() if decoded.malformed else decoded.calls)
+        yield ours.valid == check(case, sent)
+
+
+def _compare_turns(count: int) -> Iterator[bool]:
+    rng, check, simulators = random.Random(4), official_multi_turn_checker(), load_simulators()
+    cases = [case for category in MULTI_TURN for case in read_bfcl(data_dir(), category)]
+    for case in itertools.islice(itertools.cycle(cases), count):
+        turns = mutate_turns(case, gold_turns(case), rng)
+        yield check_multi_turn(case, turns, simulators).valid == (check(case, turns) is True)
+
+
+def _compare_readings(count: int) -> Iterator[bool]:
+    rng, cases = random.Random(5), list(python_cases())
+    for _ in range(count):
+        yield is_same_reading(odd_answer(rng.choice(cases), rng))
 
 
 def measure_judges(predictions: Predictions, repeats: int) -> dict[str, float]:
@@ -145,28 +222,39 @@ def to_json(calls: Sequence[Call]) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print and write the results with the machine and versions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--repeats", type=int, default=5, help="0: compare verdicts only, and keep the rates of --out")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the number of comparisons")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "scoring.json")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    agreement = compare_verdicts(arguments.scale)
+    total = {key: sum(kind[key] for kind in agreement.values()) for key in ("compared", "differing")}
+    print(f"{'all':42}{total['compared']:>10,} compared, {total['differing']:,} differ\n")
     rng = random.Random(0)
     cases = list(python_cases())
-    results = {
-        "judging gold": measure_judges([(case, gold_calls(case)) for case in cases], arguments.repeats),
-        "judging mutated": measure_judges([(case, mutate(case, rng)) for case in cases], arguments.repeats),
-        "multi-turn gold": measure_multi_turn(arguments.repeats),
-        "files": measure_files(arguments.repeats),
-    }
+    kept = json.loads(arguments.out.read_text()).get("per_second", {}) if arguments.out.exists() else {}
+    results = (
+        kept
+        if not arguments.repeats
+        else {
+            "judging gold": measure_judges([(case, gold_calls(case)) for case in cases], arguments.repeats),
+            "judging mutated": measure_judges([(case, mutate(case, rng)) for case in cases], arguments.repeats),
+            "multi-turn gold": measure_multi_turn(arguments.repeats),
+            "files": measure_files(arguments.repeats),
+        }
+    )
     for what, rates in results.items():
         print(f"{what}, per second")
         for name, rate in rates.items():
             print(f"  {name:30}{rate:>10,.0f}")
-    if arguments.out:
-        machine = {"processor": _processor(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-        versions = {"python": platform.python_version(), "bfcl-eval": version("bfcl-eval")}
-        record = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "versions": versions, "per_second": results}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+    machine = {"processor": _processor(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    versions = {"python": platform.python_version(), "bfcl-eval": version("bfcl-eval")}
+    record = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "versions": versions}
+    record |= {"verdicts": agreement | {"all": total}, "per_second": results}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+    if total["differing"]:
+        sys.exit(1)
 
 
 def _processor() -> str:

@@ -328,7 +328,10 @@ def _items_have_type(items: Sequence[Any], answer: Any, due: type) -> bool:
 
 def _dict_fits(value: Mapping[str, Any], alternative: Mapping[str, Alternatives]) -> bool:
     has_only = all(
-        key in alternative and _standardize_string(item) in [_standardize_string(answer) for answer in alternative[key]]
+        key in alternative
+        # By index: an object in place of the alternatives raises, as in the wheel.
+        and _standardize_string(item)
+        in [_standardize_string(alternative[key][i]) for i in range(len(alternative[key]))]
         for key, item in value.items()
     )
     # Evaluated in either case, as in the wheel, where an answer without items raises here.
