@@ -22,8 +22,10 @@ from fctune.models.forward_override import override_forward_
 from fctune.models.frozen_linear import is_linear
 from fctune.models.grouped_products import product_operators
 
-# Compilations of a block: unpacked rows of changing lengths take two for each of the six kinds of graph.
+# Compilations of blocks of one kind: unpacked rows of changing lengths take two for each of the six kinds of graph.
 _MAX_GRAPHS = 16
+# Kinds of blocks that share the limit; a list of layers in a config can make every block look like a kind of its own.
+_MAX_KINDS = 4
 _PRODUCTS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -137,7 +139,7 @@ def compile_blocks_(model: CausalLM) -> None:
     backend = os.environ.get("TORCH_COMPILE_BACKEND")
     options: dict[str, Any] = {"backend": backend} if backend else {}
     dynamo = torch._dynamo.config
-    dynamo.recompile_limit = _MAX_GRAPHS
+    dynamo.recompile_limit = _MAX_GRAPHS * min(_MAX_KINDS, len(set(model.block_kinds())))
     dynamo.fail_on_recompile_limit_hit = True
     # Adapters that share an input keep its product until the last of them has run, in forward and in recomputation.
     dynamo.skip_fwd_side_effects_in_bwd_under_checkpoint = True
