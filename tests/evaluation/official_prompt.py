@@ -175,8 +175,8 @@ class _Source(str):
 
 def is_same_reading(text: str) -> bool:
     """Return True if an answer is read as the wheel reads it: the same calls, with values of the same types."""
-    official = official_decode(text) or []
+    ours, official = read_answer(text), official_decode(text) or []
     try:
-        return repr(read_answer(text)) == repr(official)
-    except ValueError:  # an integer too long for repr, which we keep as its source
-        return [list(call) for call in read_answer(text)] == [list(call) for call in official]
+        return repr(ours) == repr(official)
+    except ValueError:  # an integer too long for repr: we keep its source, and refuse to compute it
+        return not ours or [list(call) for call in ours] == [list(call) for call in official]
