@@ -23,6 +23,7 @@ echo "$0: the training on $(hostname) saves and stops"
 # shellcheck disable=SC2086
 kill -TERM $scripts 2> /dev/null
 for script in $scripts; do
-  while kill -0 "$script" 2> /dev/null; do sleep 1; done
+  # One that has ended may stay as a zombie until its parent notices.
+  while grep -qs '^State:[[:space:]]*[^Z[:space:]]' "/proc/$script/status"; do sleep 1; done
 done
 echo "$0: the training has ended"
