@@ -176,10 +176,11 @@ def format_readme_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", _END])
 
 
-def insert_table(readme: str, table: str) -> str:
-    """Return the README's text with another table."""
-    before, _, rest = readme.partition(_BEGIN)
-    _, _, after = rest.partition(_END)
+def insert_table(page: str, table: str) -> str:
+    """Return a page's text with another table between the lines that enclose it, which are the table's own ends."""
+    begin, *_, end = table.splitlines()
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
     return before + table + after
 
 

@@ -1,0 +1,138 @@
+"""Every number that README and docs state as measured names the file that holds it, or the test that shows it.
+
+A section with such numbers has a comment ``<!-- numbers: PATH, PATH -->``: result files, tests, or for limits and
+defaults the code or config that sets them. In the README, each number of a table must also be in one of its files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.conftest import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_UNITS = (
+    r"%|s|ms|min|h|hours?|minutes?|seconds?|[KMGT]i?B(?:/s)?|TFLOP/s|(?:\w+ )?tokens(?:/s)?|rows(?:/s)?|USD|verdicts|answers"
+    r"|cases|outputs|texts|times|conversations|templates|round trips|architectures|steps|points|nats|kills|prompts|questions"
+    r"|misses|pairs"
+)
+_QUANTITY = re.compile(rf"(?<![\w.@/-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?[ -]?(?:{_UNITS})(?!\w)")
+_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)")
+_SOURCES = re.compile(r"<!-- numbers: (.+?) -->", re.DOTALL)
+_HOMES = ("benchmarks/results/", "tests/", "fctune/", "configs/", "sky/")
+
+
+class Section(NamedTuple):
+    page: str
+    title: str
+    text: str  # without code
+
+    @property
+    def sources(self) -> list[str]:
+        return [path for found in _SOURCES.findall(self.text) for path in re.split(r",\s*", found.strip())]
+
+    @property
+    def quantities(self) -> list[str]:
+        """Return the numbers with a unit, and those that fill a table's cell."""
+        prose = _SOURCES.sub("", self.text)
+        return [*_QUANTITY.findall(prose), *read_cells(prose)]
+
+
+def read_cells(text: str) -> list[str]:
+    """Return the numbers in the tables' cells that begin with a number."""
+    rows = [line for line in text.splitlines() if line.startswith("|") and not set(line) <= set("|-: ")]
+    cells = [cell.replace("*", "").strip() for row in rows for cell in row.strip("|").split("|")[1:]]
+    return [number for cell in cells if re.match(r"\d", cell) for number in _NUMBER.findall(cell)]
+
+
+def split_sections(page: Path) -> Iterator[Section]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE) if page.parent.name != "docs" else text
+    text = re.sub(r"`[^`\n]*`", "`code`", text)
+    for part in re.split(r"^(?=#{1,6} )", text, flags=re.MULTILINE):
+        title, _, body = part.partition("\n") if part.startswith("#") else ("", "", part)
+        yield Section(page.relative_to(ROOT).as_posix(), title.lstrip("# "), body)
+
+
+SECTIONS = [section for page in PAGES for section in split_sections(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_section_with_measured_numbers_names_their_source(page: Path) -> None:
+    missing = {
+        section.title: section.quantities[:8]
+        for section in split_sections(page)
+        if section.quantities and not section.sources
+    }
+    assert not missing, "add <!-- numbers: PATH --> (a result file or a test) to each of these sections"
+
+
+def test_the_sources_of_numbers_exist() -> None:
+    wrong = [
+        (section.page, section.title, path)
+        for section in SECTIONS
+        for path in section.sources
+        if not path.startswith(_HOMES) or not (ROOT / path).exists()
+    ]
+    assert not wrong
+
+
+def iter_leaves(value: Any) -> Iterator[float]:
+    """Yield the numbers of a JSON value, and the length of each list."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int | float):
+        yield float(value)
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from iter_leaves(inner)
+    elif isinstance(value, list):
+        yield float(len(value))
+        for inner in value:
+            yield from iter_leaves(inner)
+
+
+def find_unknown(numbers: list[str], leaves: set[float]) -> list[str]:
+    """Return the numbers that no leaf rounds to at their number of digits, also not as a percentage of one."""
+    unknown = []
+    for text in numbers:
+        digits = len(text.partition(".")[2])
+        rounded = {f"{scale * leaf:.{digits}f}" for leaf in leaves for scale in (1, 100)}
+        if text.replace(",", "") not in rounded:
+            unknown.append(text)
+    return unknown
+
+
+def test_the_numbers_in_the_tables_of_the_readme_are_in_their_files() -> None:
+    for section in split_sections(ROOT / "README.md"):
+        cells = read_cells(section.text)
+        files = [ROOT / path for path in section.sources if path.endswith(".json")]
+        leaves = {leaf for file in files for leaf in iter_leaves(json.loads(file.read_text(encoding="utf-8")))}
+        assert not find_unknown(cells, leaves), f"{section.title}: not in {', '.join(section.sources)}"
+
+
+def test_a_number_that_no_file_has_is_found() -> None:
+    table = "| | cases | after |\n|---|---|---|\n| one call | 100 | **55 %** (45 - 64) |\n| rank 16 | 3 | `code` |"
+    cells = read_cells(table)
+    assert cells == ["100", "55", "45", "64", "3"]
+    assert find_unknown(cells, {100.0, 0.553, 45.2, 64.4, 2.6}) == []
+    assert find_unknown(cells, {100.0, 0.56, 45.2, 64.4}) == ["55", "3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("agreed on 580,000 verdicts", ["580,000 verdicts"]),
+        ("took 97 minutes, 0.02 USD, at 15,903 tokens/s", ["97 minutes", "0.02 USD", "15,903 tokens/s"]),
+        ("Python 3.11 or 3.12 on 2 x 8 GPUs, see `limit 60 s`", []),
+    ],
+)
+def test_quantities_are_told_from_other_numbers(text: str, expected: list[str]) -> None:
+    section = Section("", "", re.sub(r"`[^`]*`", "", text))
+    assert section.quantities == expected
