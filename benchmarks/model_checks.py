@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from fctune.checkpoint.resume import RunFacts, choose_checkpoint
 from fctune.checkpoint.state import Checkpointer
 from fctune.checkpoint.store import CheckpointStore
 from fctune.config.schema import RunConfig
-from fctune.data.loader import GlobalLoader
+from fctune.data.loader import Batch, GlobalLoader
 from fctune.data.prepared_set import open_prepared
 from fctune.distributed import World
 from fctune.errors import ConfigError
@@ -37,7 +38,7 @@ from fctune.models.architecture import ALL_LINEAR
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_adapter, export_merged
 from fctune.models.hub import WEIGHT_FILES, digest_model
-from fctune.models.lora import apply_lora_
+from fctune.models.lora import adapters_off, apply_lora_
 from fctune.models.packing_proof import prove_packing
 from fctune.planner.models import find_architecture, shape_model
 from fctune.telemetry.sinks import SinkGroup
@@ -110,9 +111,10 @@ class Bench:
     def pack(self) -> str:
         """Compare the logits of packed rows with transformers' of each conversation alone."""
         save_weights(self.model_dir)
-        model = load(self.config("full"), self.world)[0].eval()
+        config = self.config("full")
+        model = load(config, self.world)[0].eval()
         try:
-            prove_packing(model, self.world.device)
+            prove_packing(model, self.world.device, config.data.seq_len)
         except ConfigError as error:
             check("data.packed" in str(error), str(error))
             self.is_packed = False
@@ -200,13 +202,67 @@ class Bench:
     def plan(self) -> str:
         """Compare the planner's number of parameters of the family's real model with transformers' meta model."""
         real = self.folder / "real"
-        save_config(self.entry, real, is_tiny=False)
+        save_config(self.entry, real, "real")
         config = make_run(real, self.folder / "planned", None, True)
         architecture, _, _ = find_architecture(config.model.path)
         planned = sum(p.numel() for p in shape_model(config, architecture).parameters())
         expected = count_parameters(real)
         check(planned == expected, f"{planned:,} planned, transformers has {expected:,}")
         return f"{expected:,}"
+
+    def compile(self) -> str:
+        """Train the model at its real depth with compiled blocks, half of them checkpointed, and count the graphs."""
+        from torch._dynamo.utils import counters
+
+        deep = self.folder / "deep"
+        save_config(self.entry, deep, "deep")
+        save_weights(deep)
+        changes = {"compile": True, "activation_checkpointing": {"fraction": 0.5}}
+        config = make_run(deep, self.folder / "compiled", ALL_LINEAR, self.is_packed, **changes)
+        graphs: list[Any] = []
+
+        def count(graph: Any, inputs: Any) -> Callable[..., Any]:
+            graphs.append(graph)
+            return graph.forward  # type: ignore[no-any-return]
+
+        compile_, torch.compile = torch.compile, functools.partial(torch.compile, backend=count)
+        counters.clear()
+        try:
+            model = load(config, self.world)[0]
+        finally:
+            torch.compile = compile_
+        loader = self.loader(config)
+        batches = [next(iter(loader.micro_batches(loader.step_at(number), 0, 1, 1))) for number in (1, 2)]
+
+        def run(batch: Batch, is_training: bool, has_adapters: bool = True) -> float:
+            model.train(is_training)
+            adapters = nullcontext() if has_adapters else adapters_off(model)
+            with adapters, torch.set_grad_enabled(is_training):
+                bounds = None if batch.lengths is None else model.make_bounds(batch.lengths)
+                loss = model(batch.tokens, batch.positions, bounds, batch.labels, batch.loss_weights)
+                if is_training:
+                    loss.backward()
+            return float(loss.detach())
+
+        counts, losses = [], []
+        # A step, another layout of conversations, a validation, a pass of the frozen base; then all of them again.
+        for _ in range(2):
+            for batch, *kind in (
+                (batches[0], True),
+                (batches[1], True),
+                (batches[0], False),
+                (batches[0], False, False),
+            ):
+                losses.append(run(batch, *kind))
+                counts.append(len(graphs))
+        with torch.compiler.set_stance("force_eager"):
+            expected = run(batches[0], True)
+        check(counts[1] == counts[0], f"another layout of conversations is compiled anew: {counts} graphs")
+        check(counts[-1] == counts[3], f"graphs are compiled again and again: {counts}")
+        check(math.isclose(losses[0], expected, rel_tol=1e-5), f"loss {losses[0]}, uncompiled {expected}")
+        num_blocks, num_breaks = len(list(model.blocks)), sum(counters["graph_break"].values())
+        breaks = f", {num_breaks} breaks" if num_breaks else ""
+        return f"{counts[-1]} graphs{breaks}, {num_blocks} blocks"
 
     def _start(self, name: str, config: RunConfig) -> tuple[CausalLM, Any, Recorder, CheckpointCallback]:
         """Return the loaded model, its state, a recorder of losses and the checkpointer."""
@@ -228,6 +284,7 @@ CHECKS: dict[str, Callable[[Bench], str]] = {
     "resume": Bench.resume,
     "export": Bench.export,
     "plan": Bench.plan,
+    "compile": Bench.compile,
 }
 """The checks of one process, in their order: each but the last needs those before."""
 

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -113,6 +113,8 @@ _GRANITE = {
     "attention_multiplier": 0.0625,
     "tie_word_embeddings": True,
 }
+# Most layers of Nemotron 3 Nano come in groups such as this one.
+_NEMOTRON_GROUP = (*("linear_attention", "moe") * 2, "linear_attention", "full_attention", "moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,8 @@ class Entry:
         sections: Configs of the other parts of a vision-language model; None for a text model.
         text_type: Architecture of the text model of a vision-language model.
         real: Values that transformers' default config lacks, without which it builds no model.
+        deep: Values per layer of a model with as many layers as the default one, if they are not the default's or in
+            ``real``.
     """
 
     model_type: str
@@ -134,6 +138,7 @@ class Entry:
     sections: Mapping[str, Any] | None = None
     text_type: str = ""
     real: Mapping[str, Any] = field(default_factory=dict)
+    deep: Mapping[str, Any] = field(default_factory=dict)
 
 
 ENTRIES: tuple[Entry, ...] = (
@@ -168,7 +173,12 @@ ENTRIES: tuple[Entry, ...] = (
         },
         "gemma4_text",
     ),
-    Entry("nemotron_h", "Nemotron 3 Nano 30B-A3B, Nemotron Nano 2", {"n_groups": 2}),
+    Entry(
+        "nemotron_h",
+        "Nemotron 3 Nano 30B-A3B, Nemotron Nano 2",
+        {"n_groups": 2},
+        deep={"layers_block_type": [*_NEMOTRON_GROUP * 7, "linear_attention", "moe", "mlp"]},
+    ),
     Entry("nemotron", "Nemotron 4, Minitron", {"num_key_value_heads": 2}, real={"num_key_value_heads": 8}),
     Entry("mistral", "Mistral 7B, Mistral Nemo", {"sliding_window": None}),
     Entry("ministral", "Ministral 8B", {"head_dim": 16}, real={"head_dim": 128}),
@@ -195,7 +205,12 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("glm4_moe", "GLM-4.5, 4.6 and 4.7", {"use_qk_norm": True}),
     Entry("glm4_moe_lite", "GLM-4.7-Flash"),
     Entry("glm_moe_dsa", "GLM-5"),
-    Entry("lfm2", "LFM2, LFM2.5", {"layer_types": ["conv", "full_attention"] * 2}),
+    Entry(
+        "lfm2",
+        "LFM2, LFM2.5",
+        {"layer_types": ["conv", "full_attention"] * 2},
+        deep={"layer_types": ["conv", "full_attention"] * 8, "num_hidden_layers": 16},
+    ),
     Entry(
         "lfm2_moe",
         "LFM2-8B-A1B",
@@ -258,6 +273,65 @@ ENTRIES: tuple[Entry, ...] = (
 )
 
 
+# Call formats that the models of an architecture write, by their chat templates; those missing here have none.
+CALL_FORMATS: dict[str, tuple[str, ...]] = {
+    "llama": ("llama3_json",),
+    "qwen2": ("hermes",),
+    "qwen3": ("hermes",),
+    "qwen3_moe": ("hermes", "qwen3_coder"),
+    "qwen3_next": ("hermes",),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"), ("qwen3_coder",)),
+    "gpt_oss": ("gpt_oss",),
+    "gemma3_text": ("functiongemma",),
+    "gemma4_text": ("gemma4",),
+    "gemma4": ("gemma4",),
+    "nemotron_h": ("qwen3_coder", "nemotron_list"),
+    "mistral": ("mistral_v3",),
+    "ministral": ("mistral_v3",),
+    "ministral3": ("mistral_v13",),
+    "mistral3": ("mistral_v13", "mistral_v11"),
+    "mixtral": ("mistral_v3",),
+    "granite": ("granite3", "hermes"),
+    "granitemoe": ("granite3",),
+    "granitemoehybrid": ("hermes",),
+    "smollm3": ("hermes",),
+    "glm4_moe": ("glm45",),
+    "glm4_moe_lite": ("glm45",),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("lfm",)),
+    "phi3": ("phi4_mini",),
+    "olmo3": ("olmo3",),
+    "cohere2": ("cohere",),
+    "deepseek_v3": ("deepseek_v3", "deepseek_v31", "kimi_k2"),
+    "minimax_m2": ("minimax_m2",),
+    "llama4_text": ("llama4_json", "pythonic"),
+    "kimi_linear": ("kimi_k2",),
+}
+
+# Chat templates of an architecture's models that the wheels of trl and transformers have: tests train on each of them.
+TEMPLATES: dict[str, tuple[str, ...]] = {
+    "llama": ("llama3_1", "llama3_2"),
+    "qwen2": ("qwen2_5",),
+    "qwen3": ("qwen3", "qwen3_instruct_2507"),
+    "qwen3_moe": ("qwen3", "qwen3_instruct_2507"),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5"), ("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8")),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_moe"), ("qwen3_5_think",)),
+    "gpt_oss": ("gptoss",),
+    "gemma4_text": ("gemma4_v5",),
+    "gemma4": ("gemma4_v5",),
+    "nemotron_h": ("nemotron_3_nano",),
+    "glm4_moe": ("glm4moe",),
+    "lfm2": ("lfm2_2_5", "lfm2_v2"),
+    "llama4_text": ("transformers_llama4",),
+}
+
+# Tests and results in which a real server answers as fctune does, with a model of the architecture.
+SERVED = {
+    "llama": "tests/serving/test_vllm_server.py",
+    "falcon_h1": "tests/serving/test_vllm_hybrid.py",
+    "granitemoehybrid": "tests/serving/test_vllm_hybrid.py",
+    "gemma3_text": "benchmarks/results/real_model_2026-11-23.json",
+}
+
 # Models that people tune for tool calls most, which the README names.
 HEADLINES = frozenset(
     {
@@ -307,11 +381,22 @@ def shrink(
     if keeps_depth:
         values |= {key: default[key] for key in _POSITIONS if key in default}
         values |= {key: 0 for key in _SIZES if default.get(key) == 0}  # Granite 4 Micro has no experts
+        values |= _shrink_each_layer(default)
         return values | dict(changes or {})
     values |= _cut_layers(default)
     if isinstance(rope := default.get("rope_parameters"), dict):
         values["rope_parameters"] = _shrink_rope(rope)
     return values | dict(changes or {})
+
+
+def _shrink_each_layer(default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that list sizes per layer, for all layers in the sizes of a tiny model."""
+    kept: dict[str, Any] = {}
+    if isinstance(per_layer := default.get("per_layer_config"), dict):
+        kept["per_layer_config"] = {int(i): {key: 2 * _SIZES[key] for key in values} for i, values in per_layer.items()}
+    if heads := default.get("num_attention_heads_per_layer"):
+        kept["num_attention_heads_per_layer"] = [4] * len(heads)
+    return kept
 
 
 def _cut_layers(default: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,8 +435,8 @@ def _shrink_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tiny.get(key, value) for key, value in rope.items()}
 
 
-def make_config(entry: Entry, is_tiny: bool = True) -> Any:
-    """Return transformers' config of an entry: the default, or a tiny one.
+def make_config(entry: Entry, size: Literal["tiny", "deep", "real"] = "tiny") -> Any:
+    """Return transformers' config of an entry: the default, a tiny one, or a tiny one with all layers of the default.
 
     Raises:
         KeyError: This version of transformers does not have the architecture.
@@ -360,18 +445,29 @@ def make_config(entry: Entry, is_tiny: bool = True) -> Any:
 
     def resolve(model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
         default = CONFIG_MAPPING[model_type]().to_dict()
-        return shrink(default, changes) if is_tiny else default | dict(entry.real)
+        if size == "real":
+            return default | dict(entry.real)
+        if size == "tiny":
+            return shrink(default, changes)
+        real = {key: value for key, value in entry.real.items() if isinstance(value, list)} | dict(entry.deep)
+        kept = {key: value for key, value in changes.items() if not _is_per_layer(value)}
+        return shrink(default | real, kept | real, keeps_depth=True)
 
     if entry.sections is None:
         return CONFIG_MAPPING[entry.model_type].from_dict(resolve(entry.model_type, entry.changes))
     text = {"model_type": entry.text_type, **resolve(entry.text_type, entry.changes)}
-    return CONFIG_MAPPING[entry.model_type](text_config=text, **(entry.sections if is_tiny else {}))
+    return CONFIG_MAPPING[entry.model_type](text_config=text, **({} if size == "real" else entry.sections))
 
 
-def save_config(entry: Entry, folder: Path, is_tiny: bool = True) -> None:
+def _is_per_layer(value: Any) -> bool:
+    """Return whether a change lists values for the layers of a tiny model, by their order or number."""
+    return isinstance(value, list) or (isinstance(value, dict) and all(isinstance(key, int) for key in value))
+
+
+def save_config(entry: Entry, folder: Path, size: Literal["tiny", "deep", "real"] = "tiny") -> None:
     """Write the config.json of an entry, as a checkpoint of it has it, and the tokenizer."""
     folder.mkdir(parents=True)
-    config = make_config(entry, is_tiny)
+    config = make_config(entry, size)
     config.architectures = [name] if (name := _find_class(config)) else None
     config.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -1,13 +1,13 @@
 """Check which architectures train exactly as with transformers and PEFT, and write the tables of supported models.
 
-    python -m benchmarks.models [--only TYPE ...] [--jobs 2] [--resume] [--out benchmarks/results/models.json]
+    python -m benchmarks.models [--only TYPE ...] [--checks NAME ...] [--jobs 2] [--resume] [--out FILE]
     python -m benchmarks.models --tables
 
 For each architecture, a tiny random model with the real family's choices is saved by transformers and taken through
-fctune: see ``benchmarks.model_checks``. Each row of the result is written as soon as it is known, with a digest of the
-code that measured it. ``--jobs`` checks several architectures at a time; ``--resume`` skips the rows of the present
-code, to continue a run that was cut off; with ``--only``, the other rows are kept. ``--tables`` writes
-docs/supported-models.md and the README's table from the result, and runs nothing.
+fctune: see ``benchmarks.model_checks``. Each row of the result is written as soon as it is known; each outcome has a
+digest of the code that measured it. ``--jobs`` checks several architectures at a time; ``--resume`` skips the rows of
+the present code, to continue a run that was cut off; with ``--only``, the other rows are kept, with ``--checks`` the
+other outcomes. ``--tables`` writes docs/supported-models.md and the README's table from the result, and runs nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,11 @@ from typing import Any
 
 from benchmarks.model_checks import CHECKS, LOSS_TOLERANCE, check_alone, train_on_ranks
 from benchmarks.model_runs import prepare_sets
-from benchmarks.model_zoo import ENTRIES, HEADLINES, ROOT, Entry
+from benchmarks.model_zoo import CALL_FORMATS, ENTRIES, HEADLINES, ROOT, SERVED, TEMPLATES, Entry
 from tests.ranks import run_ranks
 
 RESULT = ROOT / "benchmarks" / "results" / "models.json"
+GPU_RESULT = ROOT / "benchmarks" / "results" / "gpu.json"
 PAGE = ROOT / "docs" / "supported-models.md"
 README = ROOT / "README.md"
 # Lines of the README that enclose the table.
@@ -45,13 +47,16 @@ _COLUMNS = {
 }
 
 
-def prove(entry: Entry, folder: Path, sets: Path) -> dict[str, Any]:
-    """Run all checks of an entry in processes of their own; returns its row of the result."""
+def prove(entry: Entry, folder: Path, sets: Path, checks: Sequence[str] = tuple(CHECKS)) -> dict[str, Any]:
+    """Run checks of an entry in processes of their own; returns its row of the result.
+
+    The comparison of two ranks with one follows the training with adapters and that of all weights.
+    """
     started = time.perf_counter()
     folder.mkdir()
     row: dict[str, Any] = {"model_type": entry.model_type, "models": entry.models}
     try:
-        (found,) = run_ranks(check_alone, 1, entry, folder, sets, tuple(CHECKS))
+        (found,) = run_ranks(check_alone, 1, entry, folder, sets, tuple(checks))
     except RuntimeError as error:
         return row | {"outcomes": {"build": _fail(error)}}
     losses = found.pop("losses", {})
@@ -106,11 +111,37 @@ def format_page(result: dict[str, Any]) -> str:
     lines = [
         f"""# Supported models
 
+<!-- numbers: benchmarks/results/models.json, benchmarks/results/gpu.json -->
+
 Written by `python -m benchmarks.models` ({result["date"]}; {versions}; CPU, float32).{_describe_code(result)}
 
-Each row was measured on a tiny random model with the architecture of the real family: its layers, windows, soft caps,
-sinks, scales, kinds of RoPE, tied weights, experts and latent attention. transformers saves the model, and fctune loads
-it. The numbers are the largest differences measured.
+No row says more than what was run. None of the real models was trained for it, except where the last column says so.
+
+- **parity**: a tiny random model with the choices of the real family (its layers, windows, soft caps, sinks, scales,
+  kinds of RoPE, tied weights, experts, latent attention) trained as with transformers and PEFT; the next table has the
+  numbers.
+- **compiled**: a random model of small layers, but with all layers of the family's default config in their order,
+  trained with compiled blocks, half of them checkpointed; the graphs of two layouts of conversations, validation and
+  the frozen base, which do not grow when all of them are repeated; the loss is the uncompiled one.
+- **call format**: the format of the family's calls that evaluation reads; "none" needs another template
+  (`model.chat_template`), as the family's own calls are not read.
+- **template**: the family's own chat templates on which tests train, token by token; "not run" if no installed package
+  has one.
+- **served**: a model of the architecture answered in a real server as it does in process.
+- **on a GPU**: what ran on an H100.
+
+| models | `model_type` | kind | parity | compiled | call format | template | served | on a GPU |
+|---|---|---|---|---|---|---|---|---|"""
+    ]
+    on_gpu = find_gpu_runs()
+    for row in proven:
+        cells = (row["models"], f"`{row['model_type']}`", row["kind"], "yes", *_list_runs(row, on_gpu))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append(
+        f"""
+## Parity
+
+transformers saves a tiny random model, and fctune loads it. The numbers are the largest differences measured.
 
 - **packed**: logits of packed rows, compared with transformers' logits of each conversation alone, relative to the
   largest logit.
@@ -123,15 +154,14 @@ it. The numbers are the largest differences measured.
 - **parameters**: those of the family's default model; the planner's number equals transformers'.
 
 Other architectures of transformers are built by the same code, and each run checks at its start that packed
-conversations do not see each other; they were not compared, so they have no row here. Real models are larger than those
-tested.
+conversations do not see each other; they were not compared, so they have no row here.
 
-| models | `model_type` | kind | {" | ".join(_COLUMNS.values())} |
-|---|---|---|{"---|" * len(_COLUMNS)}"""
-    ]
+| `model_type` | {" | ".join(_COLUMNS.values())} |
+|---|{"---|" * len(_COLUMNS)}"""
+    )
     for row in proven:
         notes = " | ".join(row["outcomes"][name]["note"] for name in _COLUMNS)
-        lines.append(f"| {row['models']} | `{row['model_type']}` | {row['kind']} | {notes} |")
+        lines.append(f"| `{row['model_type']}` | {notes} |")
     if refused:
         lines.append(f"\n## Refused\n\nThese are refused before weights are read.\n\n{_TWO_COLUMNS}")
         lines += [f"| {row['models']} | `{row['model_type']}` | {row['refused']} |" for row in refused]
@@ -144,10 +174,32 @@ tested.
     return "\n".join(lines) + "\n"
 
 
+def find_gpu_runs() -> dict[str, str]:
+    """Return what ran on a GPU by model type, by the results of the GPU benchmarks and of the tests run among them."""
+    measured = json.loads(GPU_RESULT.read_text(encoding="utf-8"))
+    compared = re.findall(
+        r"test_packed_rows_give_the_loss_and_gradients_of_float64\[cuda-(\w+?)-", str(measured["tests"])
+    )
+    runs = dict.fromkeys(compared, "packed loss and gradients of a tiny model")
+    rates = {name: f"{measured[name]['tokens_per_s']:,.0f}" for name in ("lora_8b_shipped", "full_8b")}
+    return runs | {"llama": f"8B, random weights: LoRA {rates['lora_8b_shipped']} tokens/s, full {rates['full_8b']}"}
+
+
+def _list_runs(row: dict[str, Any], on_gpu: Mapping[str, str], prefix: str = "") -> list[str]:
+    """Return the cells of a row after parity; ``prefix`` is the path from the page to docs/."""
+    name = row["model_type"]
+    formats = ", ".join(f"`{found}`" for found in CALL_FORMATS.get(name, ())) or "none"
+    templates = f"[{len(found)} run]({prefix}templates.md)" if (found := TEMPLATES.get(name)) else "not run"
+    served = "vLLM" if name in SERVED else "not run"
+    return [row["outcomes"]["compile"]["note"], formats, templates, served, on_gpu.get(name, "not run")]
+
+
 def _describe_code(result: dict[str, Any]) -> str:
     """Return a sentence on rows that were measured with earlier code than the last ones; empty if there are none."""
     rows = result["rows"]
-    same = sum(row.get("code") == result.get("code") for row in rows)
+    same = sum(
+        {outcome.get("code") for outcome in row.get("outcomes", {}).values()} <= {result["code"]} for row in rows
+    )
     return (
         ""
         if same == len(rows)
@@ -161,18 +213,21 @@ _TWO_COLUMNS = "| models | `model_type` | reason |\n|---|---|---|"
 def format_readme_table(result: dict[str, Any]) -> str:
     """Return the README's table of a result, with the lines that enclose it."""
     rows = [row for row in result["rows"] if has_passed(row)]
+    on_gpu = find_gpu_runs()
     lines = [
         _BEGIN,
         "",
-        f"{len(rows)} architectures train [exactly as with transformers and PEFT](docs/supported-models.md), including",
+        "<!-- numbers: benchmarks/results/models.json, benchmarks/results/gpu.json -->",
         "",
-        "| kind | models | LoRA | all weights |",
-        "|---|---|---|---|",
+        f"Tiny random models of {len(rows)} architectures train as with transformers and PEFT, and compile at the depth of",
+        "the real ones ([what was run for each](docs/supported-models.md)). The most used of them:",
+        "",
+        "| models | compiled | call format | own template | served | on a GPU |",
+        "|---|---|---|---|---|---|",
     ]
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        models = [row["models"] for row in rows if row["kind"] == kind and row["model_type"] in HEADLINES]
-        if models:
-            lines.append(f"| {kind} | {', '.join(models)} | yes | yes |")
+    for row in rows:
+        if row["model_type"] in HEADLINES:
+            lines.append(f"| {' | '.join((row['models'], *_list_runs(row, on_gpu, 'docs/')))} |")
     return "\n".join([*lines, "", _END])
 
 
@@ -205,17 +260,41 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "peft")}
 
 
-def choose_entries(only: Sequence[str], rows: Mapping[str, dict[str, Any]], code: str | None) -> list[Entry]:
-    """Return the entries of these model types, without those whose row was made by this code, if one is given."""
+def choose_entries(
+    only: Sequence[str], checks: Sequence[str], rows: Mapping[str, dict[str, Any]], code: str | None
+) -> list[Entry]:
+    """Return the entries of these model types, without those of which this code made the checks, if one is given."""
+
+    def is_current(row: dict[str, Any]) -> bool:
+        outcomes = row.get("outcomes", {})
+        made = [row.get("code")] if "refused" in row else [outcomes.get(name, {}).get("code") for name in checks]
+        return set(made) == {code}
+
     chosen = [entry for entry in ENTRIES if entry.model_type in only]
-    return [entry for entry in chosen if code is None or rows.get(entry.model_type, {}).get("code") != code]
+    return [entry for entry in chosen if code is None or not is_current(rows.get(entry.model_type, {}))]
 
 
-def run(only: Sequence[str], out: Path, num_jobs: int = 1, *, is_resumed: bool = False) -> None:
+def merge(row: dict[str, Any], known: dict[str, Any], code: str) -> dict[str, Any]:
+    """Return a row with the outcomes that are known but were not measured again; new ones are marked by the code."""
+    outcomes = {name: outcome | {"code": code} for name, outcome in row.get("outcomes", {}).items()}
+    if "refused" in row or not outcomes:
+        return row | {"code": code}
+    return {**known, **row, "outcomes": known.get("outcomes", {}) | outcomes}
+
+
+def run(
+    only: Sequence[str],
+    out: Path,
+    num_jobs: int = 1,
+    checks: Sequence[str] = tuple(CHECKS),
+    *,
+    is_resumed: bool = False,
+) -> None:
     """Prove the entries of these model types, and write each row of the result as soon as it is known.
 
     Args:
         only: Model types to prove.
+        checks: Names of the checks to run.
         out: File of the result, whose other rows are kept.
         num_jobs: Entries to prove at a time, each in processes of its own.
         is_resumed: Skip rows that were made by the present code.
@@ -224,16 +303,16 @@ def run(only: Sequence[str], out: Path, num_jobs: int = 1, *, is_resumed: bool =
     if out.is_file():
         rows = {row["model_type"]: row for row in json.loads(out.read_text(encoding="utf-8"))["rows"]}
     code = digest_code()  # before the checks, during which files may change
-    entries = choose_entries(only, rows, code if is_resumed else None)
+    entries = choose_entries(only, checks, rows, code if is_resumed else None)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_jobs) as pool:
         prepare_sets(Path(folder))
         running = {
-            pool.submit(prove, entry, Path(folder) / entry.model_type, Path(folder)): entry.model_type
+            pool.submit(prove, entry, Path(folder) / entry.model_type, Path(folder), checks): entry.model_type
             for entry in entries
         }
         try:
             for done in as_completed(running):
-                row = rows[running[done]] = done.result() | {"code": code}
+                row = rows[running[done]] = merge(done.result(), rows.get(running[done], {}), code)
                 print(describe(row), flush=True)
                 result = {
                     "command": "python -m benchmarks.models",
@@ -254,6 +333,7 @@ def main() -> None:
     """Run the checks, or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types to check; default: all")
+    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=tuple(CHECKS), help="default: all")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="architectures to check at a time")
     parser.add_argument("--resume", action="store_true", help="skip rows that were made by the present code")
     parser.add_argument("--out", type=Path, default=RESULT, help="file of the result")
@@ -263,7 +343,13 @@ def main() -> None:
     if unknown := set(arguments.only or ()) - set(known):
         parser.error(f"no such model type: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     if not arguments.tables:
-        run(arguments.only or known, arguments.out, max(1, arguments.jobs), is_resumed=arguments.resume)
+        run(
+            arguments.only or known,
+            arguments.out,
+            max(1, arguments.jobs),
+            arguments.checks,
+            is_resumed=arguments.resume,
+        )
     if arguments.out == RESULT:
         write_tables()
 

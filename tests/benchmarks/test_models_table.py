@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor
 from benchmarks import models
 from benchmarks.model_checks import CHECKS, check_alone
 from benchmarks.model_runs import prepare_sets
-from benchmarks.model_zoo import ENTRIES, HEADLINES, Entry, find_entry
+from benchmarks.model_zoo import CALL_FORMATS, ENTRIES, HEADLINES, SERVED, TEMPLATES, Entry, find_entry
+from benchmarks.templates import find_templates
+from fctune.calls.formats.registry import FORMATS, detect_format
 from fctune.distributed import World
 from tests.ranks import run_ranks
 
@@ -50,12 +53,29 @@ def test_every_architecture_passes_or_is_refused_by_name() -> None:
     assert set(passed) >= HEADLINES
 
 
+def test_the_call_formats_and_templates_of_the_table_exist() -> None:
+    known = {entry.model_type for entry in ENTRIES}
+    assert known >= {*CALL_FORMATS, *TEMPLATES, *SERVED}
+    templates = {template.name: template for template in find_templates()}
+    for model_type, names in TEMPLATES.items():
+        found = {detect_format(templates[name].source).name for name in names}
+        assert found <= set(CALL_FORMATS[model_type]), model_type
+    assert {name for names in CALL_FORMATS.values() for name in names} <= FORMATS.keys()
+
+
+def test_the_servers_of_the_table_answered_models_of_these_architectures() -> None:
+    for model_type, source in SERVED.items():
+        text = (models.ROOT / source).read_text(encoding="utf-8")
+        served = {"llama": "tiny_base", "gemma3_text": "Gemma 3 270M"}.get(model_type, f'"{model_type}"')
+        assert served in text, source
+
+
 def test_a_proof_that_was_cut_off_is_resumed_without_the_rows_of_the_present_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, proven = tmp_path / "result.json", []
 
-    def prove(entry: Entry, folder: Path, sets: Path) -> dict[str, Any]:
+    def prove(entry: Entry, folder: Path, sets: Path, checks: Sequence[str]) -> dict[str, Any]:
         proven.append(entry.model_type)
         return {"model_type": entry.model_type, "models": entry.models, "refused": "choose another model"}
 
