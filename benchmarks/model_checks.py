@@ -217,7 +217,7 @@ class Bench:
         deep = self.folder / "deep"
         save_config(self.entry, deep, "deep")
         save_weights(deep)
-        changes = {"compile": True, "activation_checkpointing": {"fraction": 0.5}}
+        changes: dict[str, Any] = {"compile": True, "activation_checkpointing": {"fraction": 0.5}}
         config = make_run(deep, self.folder / "compiled", ALL_LINEAR, self.is_packed, **changes)
         graphs: list[Any] = []
 
@@ -234,7 +234,7 @@ class Bench:
         loader = self.loader(config)
         batches = [next(iter(loader.micro_batches(loader.step_at(number), 0, 1, 1))) for number in (1, 2)]
 
-        def run(batch: Batch, is_training: bool, has_adapters: bool = True) -> float:
+        def run(batch: Batch, is_training: bool, has_adapters: bool) -> float:
             model.train(is_training)
             adapters = nullcontext() if has_adapters else adapters_off(model)
             with adapters, torch.set_grad_enabled(is_training):
@@ -246,17 +246,18 @@ class Bench:
 
         counts, losses = [], []
         # A step, another layout of conversations, a validation, a pass of the frozen base; then all of them again.
+        passes = (
+            (batches[0], True, True),
+            (batches[1], True, True),
+            (batches[0], False, True),
+            (batches[0], False, False),
+        )
         for _ in range(2):
-            for batch, *kind in (
-                (batches[0], True),
-                (batches[1], True),
-                (batches[0], False),
-                (batches[0], False, False),
-            ):
-                losses.append(run(batch, *kind))
+            for batch, is_training, has_adapters in passes:
+                losses.append(run(batch, is_training, has_adapters))
                 counts.append(len(graphs))
         with torch.compiler.set_stance("force_eager"):
-            expected = run(batches[0], True)
+            expected = run(batches[0], is_training=True, has_adapters=True)
         check(counts[1] == counts[0], f"another layout of conversations is compiled anew: {counts} graphs")
         check(counts[-1] == counts[3], f"graphs are compiled again and again: {counts}")
         check(math.isclose(losses[0], expected, rel_tol=1e-5), f"loss {losses[0]}, uncompiled {expected}")

@@ -444,7 +444,7 @@ def make_config(entry: Entry, size: Literal["tiny", "deep", "real"] = "tiny") ->
     from transformers import CONFIG_MAPPING
 
     def resolve(model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-        default = CONFIG_MAPPING[model_type]().to_dict()
+        default: dict[str, Any] = CONFIG_MAPPING[model_type]().to_dict()
         if size == "real":
             return default | dict(entry.real)
         if size == "tiny":

@@ -177,9 +177,8 @@ conversations do not see each other; they were not compared, so they have no row
 def find_gpu_runs() -> dict[str, str]:
     """Return what ran on a GPU by model type, by the results of the GPU benchmarks and of the tests run among them."""
     measured = json.loads(GPU_RESULT.read_text(encoding="utf-8"))
-    compared = re.findall(
-        r"test_packed_rows_give_the_loss_and_gradients_of_float64\[cuda-(\w+?)-", str(measured["tests"])
-    )
+    test = "test_packed_rows_give_the_loss_and_gradients_of_float64"
+    compared = re.findall(rf"{test}\[cuda-(\w+?)-", str(measured["tests"]))
     runs = dict.fromkeys(compared, "packed loss and gradients of a tiny model")
     rates = {name: f"{measured[name]['tokens_per_s']:,.0f}" for name in ("lora_8b_shipped", "full_8b")}
     return runs | {"llama": f"8B, random weights: LoRA {rates['lora_8b_shipped']} tokens/s, full {rates['full_8b']}"}
@@ -219,8 +218,8 @@ def format_readme_table(result: dict[str, Any]) -> str:
         "",
         "<!-- numbers: benchmarks/results/models.json, benchmarks/results/gpu.json -->",
         "",
-        f"Tiny random models of {len(rows)} architectures train as with transformers and PEFT, and compile at the depth of",
-        "the real ones ([what was run for each](docs/supported-models.md)). The most used of them:",
+        f"Tiny random models of {len(rows)} architectures train as with transformers and PEFT, and compile at the",
+        "depth of the real ones ([what was run for each](docs/supported-models.md)). The most used of them:",
         "",
         "| models | compiled | call format | own template | served | on a GPU |",
         "|---|---|---|---|---|---|",

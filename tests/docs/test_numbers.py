@@ -18,9 +18,9 @@ from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _UNITS = (
-    r"%|s|ms|min|h|hours?|minutes?|seconds?|[KMGT]i?B(?:/s)?|TFLOP/s|(?:\w+ )?tokens(?:/s)?|rows(?:/s)?|USD|verdicts|answers"
-    r"|cases|outputs|texts|times|conversations|templates|round trips|architectures|steps|points|nats|kills|prompts|questions"
-    r"|misses|pairs"
+    r"%|s|ms|min|h|hours?|minutes?|seconds?|[KMGT]i?B(?:/s)?|TFLOP/s|(?:\w+ )?tokens(?:/s)?|rows(?:/s)?|USD|verdicts"
+    r"|answers|cases|outputs|texts|times|conversations|templates|round trips|architectures|steps|points|nats|kills"
+    r"|prompts|questions|misses|pairs"
 )
 _QUANTITY = re.compile(rf"(?<![\w.@/-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?[ -]?(?:{_UNITS})(?!\w)")
 _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)")
@@ -84,11 +84,13 @@ def test_the_sources_of_numbers_exist() -> None:
 
 
 def iter_leaves(value: Any) -> Iterator[float]:
-    """Yield the numbers of a JSON value, and the length of each list."""
+    """Yield the numbers of a JSON value, those in its texts, and the length of each list."""
     if isinstance(value, bool):
         return
     if isinstance(value, int | float):
         yield float(value)
+    elif isinstance(value, str):
+        yield from (float(found.replace(",", "")) for found in _NUMBER.findall(value))
     elif isinstance(value, dict):
         for inner in value.values():
             yield from iter_leaves(inner)
