@@ -45,6 +45,8 @@ def _head(results: dict[str, Any]) -> str:
         "<!-- Written by python -m benchmarks.gpu_report; do not edit. -->",
         "# GPU results",
         "",
+        "<!-- numbers of this page: benchmarks/results/gpu.json -->",
+        "",
         "Speed and memory of the shapes of Llama 3.1 8B and Llama 3.2 3B on a GPU, with random weights and synthetic",
         "rows, packed. `make bench-gpu` measures what is missing here and writes this page; all numbers are in",
         "`benchmarks/results/gpu.json`.",

@@ -111,7 +111,7 @@ def format_page(result: dict[str, Any]) -> str:
     lines = [
         f"""# Supported models
 
-<!-- numbers: benchmarks/results/models.json, benchmarks/results/gpu.json -->
+<!-- numbers of this page: benchmarks/results/models.json, benchmarks/results/gpu.json -->
 
 Written by `python -m benchmarks.models` ({result["date"]}; {versions}; CPU, float32).{_describe_code(result)}
 

@@ -114,6 +114,8 @@ def render_page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# The servers' parsers",
         "",
+        "<!-- numbers of this page: benchmarks/results/parsers.json -->",
+        "",
         "A server's parser turns a model's output into the calls that a client receives. This page compares each call",
         f"format's lenient reading with the corresponding parser of {' and '.join(versions)}, on seeded outputs:",
         "single and parallel calls, prose, nested values, unicode, markup, no arguments, wrong types, unknown",

@@ -179,6 +179,8 @@ def iter_lines() -> Iterator[str]:
     """Yield the lines of the page."""
     yield f"""# Public chat templates
 
+<!-- numbers of this page: tests/data/test_public_templates.py -->
+
 How fctune trains on the chat templates in the wheels of TRL {version("trl")} and
 transformers {version("transformers")}; written by `python -m benchmarks.templates`.
 

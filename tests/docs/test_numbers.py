@@ -1,7 +1,8 @@
 """Every number that README and docs state as measured names the file that holds it, or the test that shows it.
 
-A section with such numbers has a comment ``<!-- numbers: PATH, PATH -->``: result files, tests, or for limits and
-defaults the code or config that sets them. In the README, each number of a table must also be in one of its files.
+A section with such numbers has a comment ``<!-- numbers: PATH, PATH -->``, a generated page one for all its sections,
+``<!-- numbers of this page: PATH -->``: result files, tests, for limits and defaults the code or config that sets them,
+and for facts about others their address. In the README, each number of a table must also be in one of its files.
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ _UNITS = (
     r"|prompts|questions|misses|pairs"
 )
 _QUANTITY = re.compile(rf"(?<![\w.@/-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?[ -]?(?:{_UNITS})(?!\w)")
+_CELL = re.compile(rf"[<>~+-]?\s*\d[\d,.e-]*\s*(?:{_UNITS})?(?:\s*\([^)]*\))?")
 _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)")
-_SOURCES = re.compile(r"<!-- numbers: (.+?) -->", re.DOTALL)
-_HOMES = ("benchmarks/results/", "tests/", "fctune/", "configs/", "sky/")
+_SOURCES = re.compile(r"<!-- numbers:\s+(.+?) -->", re.DOTALL)
+_PAGE_SOURCES = re.compile(r"<!-- numbers of this page:\s+(.+?) -->", re.DOTALL)
+_HOMES = ("benchmarks/results/", "tests/", "fctune/", "configs/", "sky/", "infra/", "Makefile")
 
 
 class Section(NamedTuple):
     page: str
     title: str
     text: str  # without code
+    page_sources: list[str]
 
     @property
     def sources(self) -> list[str]:
-        return [path for found in _SOURCES.findall(self.text) for path in re.split(r",\s*", found.strip())]
+        return [*self.page_sources, *read_paths(_SOURCES, self.text)]
 
     @property
     def quantities(self) -> list[str]:
@@ -44,11 +48,15 @@ class Section(NamedTuple):
         return [*_QUANTITY.findall(prose), *read_cells(prose)]
 
 
+def read_paths(comment: re.Pattern[str], text: str) -> list[str]:
+    return [path for found in comment.findall(text) for path in re.split(r",\s*", found.strip())]
+
+
 def read_cells(text: str) -> list[str]:
-    """Return the numbers in the tables' cells that begin with a number."""
+    """Return the numbers in the tables' cells that hold a number, its unit and no more than remarks in brackets."""
     rows = [line for line in text.splitlines() if line.startswith("|") and not set(line) <= set("|-: ")]
     cells = [cell.replace("*", "").strip() for row in rows for cell in row.strip("|").split("|")[1:]]
-    return [number for cell in cells if re.match(r"\d", cell) for number in _NUMBER.findall(cell)]
+    return [number for cell in cells if _CELL.fullmatch(cell) for number in _NUMBER.findall(cell)]
 
 
 def split_sections(page: Path) -> Iterator[Section]:
@@ -57,7 +65,7 @@ def split_sections(page: Path) -> Iterator[Section]:
     text = re.sub(r"`[^`\n]*`", "`code`", text)
     for part in re.split(r"^(?=#{1,6} )", text, flags=re.MULTILINE):
         title, _, body = part.partition("\n") if part.startswith("#") else ("", "", part)
-        yield Section(page.relative_to(ROOT).as_posix(), title.lstrip("# "), body)
+        yield Section(page.relative_to(ROOT).as_posix(), title.lstrip("# "), body, read_paths(_PAGE_SOURCES, text))
 
 
 SECTIONS = [section for page in PAGES for section in split_sections(page)]
@@ -78,7 +86,7 @@ def test_the_sources_of_numbers_exist() -> None:
         (section.page, section.title, path)
         for section in SECTIONS
         for path in section.sources
-        if not path.startswith(_HOMES) or not (ROOT / path).exists()
+        if not path.startswith("https://") and not (path.startswith(_HOMES) and (ROOT / path).exists())
     ]
     assert not wrong
 
@@ -136,5 +144,5 @@ def test_a_number_that_no_file_has_is_found() -> None:
     ],
 )
 def test_quantities_are_told_from_other_numbers(text: str, expected: list[str]) -> None:
-    section = Section("", "", re.sub(r"`[^`]*`", "", text))
+    section = Section("", "", re.sub(r"`[^`]*`", "", text), [])
     assert section.quantities == expected
