@@ -14,9 +14,9 @@ import yaml
 from fctune.config.key_hints import find_key
 from fctune.config.loading import find_local_copy
 from fctune.config.parsing import apply_override, dump_yaml, parse_yaml, suggest
+from fctune.config.sections.data import DATA_SUFFIXES
 from fctune.config.sections.model import find_template_args_problems
 from fctune.config.shipped import find_shipped_config, list_shipped_configs
-from fctune.data.sources.reader import DATA_SUFFIXES
 
 INTERRUPTED = 128 + signal.SIGINT
 

@@ -271,6 +271,11 @@ def suggest_hub_name(path: str, otherwise: str = "") -> str:
     return f"; did you mean hf:{path}?" if is_name else otherwise
 
 
+def describe_no_file(path: str | Path) -> str:
+    """Return why a path is not a file: ``a directory, not a file`` or ``no such file``."""
+    return "a directory, not a file" if Path(path).is_dir() else "no such file"
+
+
 def _find_near(word: str, known: Iterable[str]) -> list[str]:
     """Return a list with the closest known name, or an empty list if none is close."""
     return difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -13,6 +13,7 @@ from typing import Any
 from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import Judgement, judge, judge_failure
 from fctune.config.intervals import format_count
+from fctune.config.parsing import describe_no_file
 from fctune.data.conversation import Call, Conversation
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.read_context import ReadContext
@@ -70,7 +71,9 @@ def read_cases(path: str | Path) -> list[Case]:
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path}: no such file. Pass a JSONL file of cases with messages, tools and expected_calls.")
+        raise DataError(
+            f"{path}: {describe_no_file(path)}. Pass a JSONL file of cases with messages, tools and expected_calls."
+        )
     with open(path, encoding="utf-8", errors="replace") as lines:
         return make_cases(path, _decode_lines(path, lines))
 

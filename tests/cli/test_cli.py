@@ -203,6 +203,7 @@ def test_the_command_can_be_run_as_a_module() -> None:
         (["data", "synthetic", "train", "--rows", "0", "--out", "x"], "expected 1 or more"),
         (["data", "synthetic", "train", "--rows", "1", "--out", "/proc/nowhere/x"], "cannot be written"),
         (["score", "calls", "--cases", "no/such", "--predictions", "x", "--out", "x"], "no such file"),
+        (["score", "calls", "--cases", "configs", "--predictions", "x", "--out", "x"], "configs: a directory, not a"),
         (["score", "bfcl", "--data", "no/such", "--predictions", "x", "--out", "x"], "no such directory"),
         (["score", "bfcl", "--data", "configs", "--predictions", "no/such", "--out", "/tmp/x/y"], "cannot be read"),
         (["score", "bfcl", "--data", "configs", "--predictions", "README.md", "--out", "/tmp/x/y"], "invalid pred"),

@@ -99,6 +99,7 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
         ({"model": {}}, "model.path: missing"),
         ({"data": {"sources": []}}, "data.sources=[]: empty"),
         ({"data": {"sources": [{"path": "no/rows.jsonl"}]}}, "no/rows.jsonl: no such file"),
+        ({"data": {"sources": [{"path": "configs"}]}}, "0.path=configs: no data files in this directory; expected"),
         ({"data": {"sources": [{"path": "synthetic:train:9"}], "validation_share": 1.5}}, "data.validation_share=1.5"),
         ({"global_batch_size": 0}, "global_batch_size=0"),
         ({"max_steps": -1}, "max_steps=-1"),
@@ -121,6 +122,7 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
         ({"adapter": {"alpha": float("nan")}}, "adapter.alpha=nan: expected more than 0"),
         ({"telemetry": {"prometheus": {"port": 70000}}}, "expected 1 or more and at most 65535, or null (no endpoint)"),
         ({"eval": {"every": 5, "cases": "no.jsonl"}}, "eval.cases=no.jsonl: no such file"),
+        ({"eval": {"every": 5, "cases": "configs"}}, "eval.cases=configs: a directory, not a file"),
         ({"parallel": {"replicate": 2}}, "parallel.replicate=2: only hsdp"),
         ({"parallel": {"mode": "ddp", "cpu_offload": True}}, "parallel.cpu_offload: offloads shards"),
         ({"adapter": {}, "precision": "bf16_mixed"}, "precision=bf16_mixed: is for training all weights"),
@@ -141,6 +143,13 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
 )
 def test_a_wrong_value_is_named_with_its_remedy(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     assert words in problems_of(tmp_path, **changes)
+
+
+def test_an_empty_file_of_rows_is_named(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    shown = f"data.sources.0.path={empty}: an empty file; expected rows"
+    assert shown in problems_of(tmp_path, data={"sources": [{"path": str(empty)}]})
 
 
 @pytest.mark.parametrize("override", ["epochs", "=3", "data.sources.9.path=x", "epochs=[1"])

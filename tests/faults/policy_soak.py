@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from fctune.config.intervals import format_count
 from tests.faults.groups import GRPO, Ended, Fault, run_group
 from tests.faults.harness import final_weights, make_inputs, read_metrics
 from tests.ranks import context, find_port
@@ -166,7 +167,7 @@ def find_record_problems(run: Path, setting: Setting, saved: dict[Key, Any]) -> 
         problems.append(f"steps {[one['step'] for one in metrics]}")
     answers = {(row["batch"], row["case_id"], row["sample"]): row for row in rows}
     if len(answers) != len(rows):
-        problems.append(f"{len(rows) - len(answers)} answers counted twice")
+        problems.append(f"{format_count(len(rows) - len(answers), 'answer')} counted twice")
     by_batch: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_batch[row["batch"]].append(row)

@@ -43,7 +43,7 @@ def test_records_of_a_run_that_counted_or_lost_an_answer_are_rejected(
         log.write_text("".join(json.dumps(row) + "\n" for row in changed))
         return "; ".join(find_record_problems(run, setting, saved))
 
-    assert "1 answers counted twice" in find([*rows, rows[0]])
+    assert "1 answer counted twice" in find([*rows, rows[0]])
     assert "answers in all and trained" in find(rows[:-1])
     key = next(iter(saved))
     asked_again = [

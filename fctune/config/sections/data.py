@@ -10,6 +10,8 @@ from fctune.config.fields import AT_LEAST_1, Null, Range, join_key
 from fctune.config.intervals import IsShare
 from fctune.config.parsing import suggest_hub_name
 
+DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
+
 
 @dataclass(kw_only=True, slots=True)
 class SourceConfig:
@@ -36,11 +38,19 @@ class SourceConfig:
         if repeated := next((name for name in names if names.count(name) > 1), None):
             owns = " and ".join(own for own, name in self.columns.items() if name == repeated)
             problems.append(f"{join_key(where, 'columns')}: {owns} are both mapped to {repeated}; map one of them")
-        if not self.path.startswith(("hf:", "synthetic:")) and not Path(self.path).exists():
-            problems.append(
-                f"{join_key(where, 'path')}={self.path}: no such file or directory{suggest_hub_name(self.path)} "
-                f"(relative paths start at {Path.cwd()})"
-            )
+        if not self.path.startswith(("hf:", "synthetic:")) and (problem := _find_path_problem(Path(self.path))):
+            problems.append(f"{join_key(where, 'path')}={self.path}: {problem}")
+
+
+def _find_path_problem(path: Path) -> str:
+    """Return what is seen to be wrong with a source's file or directory without reading rows, or ""."""
+    if not path.exists():
+        return f"no such file or directory{suggest_hub_name(str(path))} (relative paths start at {Path.cwd()})"
+    if path.is_dir() and not any(file.name.endswith(DATA_SUFFIXES) for file in path.iterdir()):
+        return f"no data files in this directory; expected {', '.join(DATA_SUFFIXES)}"
+    if path.is_file() and path.stat().st_size == 0:
+        return "an empty file; expected rows"
+    return ""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fctune.config.fields import AT_LEAST_1, Null, Range
 from fctune.config.intervals import IsInterval
+from fctune.config.parsing import describe_no_file
 
 VALIDATION_CASES = "validation"  # of the run's own held-out conversations
 
@@ -47,6 +48,6 @@ class EvalConfig:
         """Check that the cases exist."""
         if self.cases != VALIDATION_CASES and not Path(self.cases).is_file():
             problems.append(
-                f"{where}.cases={self.cases}: no such file (relative paths start at {Path.cwd()}); specify a JSONL "
-                f"file of held-out cases, or {VALIDATION_CASES}"
+                f"{where}.cases={self.cases}: {describe_no_file(self.cases)} (relative paths start at {Path.cwd()}); "
+                f"specify a JSONL file of held-out cases, or {VALIDATION_CASES}"
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, SHARE, Null, Range, join_key
+from fctune.config.parsing import describe_no_file
 from fctune.config.sections.rollouts import DialogueConfig, ServerConfig, find_source_problems, is_dialogue_source
 
 PolicyLoss = Literal["grpo", "dapo", "gspo", "dr_grpo"]
@@ -115,8 +116,8 @@ class GRPOConfig:
             problems += find_source_problems(self.cases, where)
         elif not self.cases.startswith("synthetic:") and not Path(self.cases).is_file():
             problems.append(
-                f"{join_key(where, 'cases')}={self.cases}: no such file; make one with fctune data cases ROWS --out "
-                f"{self.cases}"
+                f"{join_key(where, 'cases')}={self.cases}: {describe_no_file(self.cases)}; make one with "
+                "fctune data cases ROWS --out FILE"
             )
 
     def _check_shares(self, key: str, problems: list[str]) -> None:

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fctune.config.parsing import suggest_hub_name
+from fctune.config.sections.data import DATA_SUFFIXES
 from fctune.data.conversation import Conversation, Tool
 from fctune.data.sources.columns import Columns, check_columns, describe_missing, map_columns
 from fctune.data.sources.defects import Defect, RowError
@@ -31,7 +32,6 @@ from fctune.errors import DataError
 if TYPE_CHECKING:
     from fctune.data.sources.arrow import IsWanted
 
-DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
 _SYNTHETIC_SPLITS = ("pretrain", "train", "varied", "reasoned", "shuffled", "pairs")
 _NUM_SHOWN = 10
 # Every spelling of a row's reasoning has a key or a text that starts with one of these words, or a part of these in a
