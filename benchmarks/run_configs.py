@@ -408,7 +408,8 @@ def check_export(
         started = load(base)(input_ids=tokens).logits
         learned = last["grad_norm"] > 0  # dialogues of random weights may all be rewarded alike
         check(torch.equal(logits, started) != learned, "the merged export equals the base, or nothing was learned")
-        if config.adapter is not None:
+        # A base in 4 or 8 bits is merged as the run saw it, so PEFT merges the adapter into other weights.
+        if config.adapter is not None and config.adapter.base == "bf16":
             adapted = PeftModel.from_pretrained(load(base), export / "adapter").merge_and_unload().eval()
             dtype = AutoConfig.from_pretrained(export / "merged").dtype
             for parameter in adapted.parameters():
