@@ -149,12 +149,20 @@ def test_a_commands_output_need_not_be_utf_8(chat: Callable[..., str]) -> None:
 def test_half_a_surrogate_pair_is_shown_and_saved(chat: Callable[..., str], tmp_path: Path) -> None:
     row = tmp_path / "row.jsonl"
     answer = "<think>\ud801</think>\ud802" + CALL.replace("Oslo", r"\ud803")
-    chat(f"Time?\nnine\n/reasoning\n/save {row}\n", [answer, "<tool_call>{\ud804"])
+    chat(f"Time?\nnine\n/reasoning\n/save {row}\n", [answer, "It is {\ud804"])
     (saved,) = read_source(str(row))
     assert isinstance(saved, Conversation)
-    _, called, _, malformed = saved.messages
+    _, called, _, answered = saved.messages
     assert (called.reasoning, called.content, called.calls[0].arguments) == ("?", "?", {"city": "?"})
-    assert malformed.content == "<tool_call>{?"
+    assert answered.content == "It is {?"
+
+
+def test_a_saved_answer_with_a_broken_call_is_a_defect(chat: Callable[..., str], tmp_path: Path) -> None:
+    row = tmp_path / "row.jsonl"
+    chat(f"Time?\nnine\n/save {row}\n", [CALL, "<tool_call>{"])
+    (defect,) = read_source(str(row))
+    assert isinstance(defect, Defect)
+    assert defect.pointer.startswith("messages[3].content")
 
 
 def test_after_a_cancelled_call_a_template_that_requires_alternation_accepts_a_message(
