@@ -15,7 +15,7 @@ from fctune.calls.formats.registry import FORMATS
 from fctune.calls.reasoning.registry import find_reasoning
 from fctune.cli import main
 from fctune.data.conversation import Call, Conversation
-from fctune.data.sources.reader import read_source
+from fctune.data.sources import Defect, read_source
 from fctune.generation import in_process
 from fctune.generation.engine import Answer
 from tests.conftest import TINY_BASE
