@@ -106,7 +106,7 @@ def test_a_prompt_without_an_answer_spares_the_others(make_model: Callable[..., 
     answers = sorted(engine.answer(prompts, 16), key=lambda answer: answer.index)
     assert [answer.error is None for answer in answers] == [True, False, True]
     assert "exceed the model's 64 positions" in (answers[1].error or "")
-    with pytest.raises(DataError, match="none of 1 prompts can be answered"):
+    with pytest.raises(DataError, match="none of 1 prompt can be answered"):
         list(engine.answer(prompts[1:2], 16))
 
 
