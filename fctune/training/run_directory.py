@@ -114,13 +114,14 @@ class RunDirectory:
                     self.lock()
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "exit.json").unlink(missing_ok=True)  # of an attempt that ended before it had a run.json
-            self._run |= {
+            self._run = {
                 "config": config.to_dict(),
                 "seed": config.seed,
                 "world_size": world_size,
                 "git_revision": _git_revision(),
                 "versions": installed_versions(),
                 "started_at": _format_time(datetime.now(UTC)),
+                **self._run,  # with the config's chosen values
             }
             if not_used:
                 self._run["not_used"] = list(not_used)

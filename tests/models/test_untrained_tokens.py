@@ -116,7 +116,7 @@ def test_a_head_with_an_adapter_needs_no_rows(planted: Callable[..., Path]) -> N
     choice = choose_tokens(AdapterConfig(modules=["lm_head"]), path, read_architecture(path), ALL)
     assert not choice.ids
     assert not choice.is_warning
-    assert "lm_head covers them" in choice.note
+    assert "the lm_head adapter trains them" in choice.note
 
 
 def test_a_trained_model_needs_no_rows(make_model: Callable[..., Path]) -> None:

@@ -25,7 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(base: Path, output: Path, num_ranks: int, *changes: str) -> dict[str, Any]:
     common = (f"model.path={base}", "precision=fp64", "lr_scheduler.name=constant", "model.router_aux_loss=0.01")
-    common += ("data.packed=true", "data.seq_len=512")
+    common += ("data.packed=true", "data.seq_len=512", "global_batch_size=2", "micro_batch_size=1")
     argv = arguments_for(output, *common, *ADAPTER, *changes)
     result: dict[str, Any] = run_ranks(run_kind_on_rank, num_ranks, argv, "lora")[0]
     assert result["code"] == 0, result["err"]

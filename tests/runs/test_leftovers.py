@@ -13,7 +13,6 @@ from fctune.cli import main
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.prepared_set import prepare
 from fctune.runs.leftovers import find_leftovers
-from fctune.training.run_directory import RunDirectory
 from tests.conftest import TINY_BASE
 from tests.runs.sample_runs import make_run
 
@@ -55,9 +54,9 @@ def test_a_prepared_set_that_a_process_has_open_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_just_written_is_kept_whatever_its_lock_says(tmp_path: Path) -> None:
-    make_run(tmp_path / "runs" / "elsewhere", 3, code=None)  # on another machine, whose locks are not seen
+    directory = make_run(tmp_path / "runs" / "elsewhere", 3, code=None)  # on another machine, whose locks are not seen
     assert removable(tmp_path, has_all_runs=True) == set()
-    RunDirectory(tmp_path / "runs" / "elsewhere").finish(0, "completed", 3)
+    directory.finish(0, "completed", 3)
     assert removable(tmp_path, has_all_runs=True) == {"elsewhere"}
 
 

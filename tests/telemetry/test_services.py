@@ -349,7 +349,7 @@ def test_a_config_opens_every_sink_and_only_on_rank_0(
     step = metrics_of(1, grad_norm=1.0, tokens_per_s=10.0)
     with open_sinks(config, run, 5, other) as sinks:
         sinks.write(step)
-    assert {path.name for path in run.path.iterdir()} == {"run.json"}
+    assert {path.name for path in run.path.iterdir()} == {".reserve", "run.json"}
     with open_sinks(config, run, 5, main) as sinks:
         sinks.write(step)
         deadline = time.monotonic() + 20
