@@ -128,7 +128,7 @@ def test_data_replaces_the_sources_of_the_config_wherever_it_stands(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "date=1").mkdir()
     for name in ("a, b.jsonl", "date=1/c.jsonl"):
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("{}\n")
     expected = ["a, b.jsonl", "date=1/c.jsonl", "hf:me/rows"]
     config = "qwen3_8b_lora"  # with two public sources
     for words in (

@@ -147,7 +147,7 @@ def test_wrong_input_is_reported_once(overrides: list[str], words: str, tmp_path
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("", "no rows"), ('{"text": "hello"}\n', "unknown format"), ('{"messages": [', "not JSON")],
+    [("", "an empty file; expected rows"), ('{"text": "hello"}\n', "unknown format"), ('{"messages": [', "not JSON")],
     ids=["empty", "other shape", "broken"],
 )
 def test_an_unusable_dataset_is_reported_once(content: str, words: str, tmp_path: Path) -> None:
