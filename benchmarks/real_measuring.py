@@ -19,11 +19,12 @@ from fctune.cli.eval_options import find_suite
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import read_template_args
 from fctune.errors import ConfigError, DataError
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.judging import Row
 from fctune.evaluation.results import ResultsFile, read_settings
 from fctune.evaluation.results import read_rows as read_results
 from fctune.evaluation.run import run_suite
-from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.evaluation.summary import summarise_run
 from fctune.generation.endpoint import EndpointEngine
 from fctune.generation.engine import Engine
@@ -114,7 +115,7 @@ def load_suites(
             suites.append(Suite(UNSEEN, cases).select(limit=limit))
         else:
             full = load_suite(
-                find_suite("bfcl"), categories=[name], bfcl_data=bfcl_data, has_plain_names=has_plain_names
+                find_suite("bfcl"), categories=[name], options={"bfcl_data": bfcl_data}, has_plain_names=has_plain_names
             )
             share = tuple(case for case in full.cases if in_share(case.id, VALIDATION_SHARE) == is_validation)
             suites.append(Suite(name, share, full.benchmark).select(limit=limit))

@@ -53,8 +53,9 @@ from fctune.config.loading import load_config
 from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError, Interrupted
-from fctune.evaluation.bfcl import find_installed_data
-from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.benchmarks.bfcl.single_turn import find_installed_data
+from fctune.evaluation.cases import Suite
+from fctune.evaluation.suites import load_suite
 from fctune.files import write_atomically
 from fctune.launcher_watch import stop_with_parent
 from fctune.runs.figures import flatten_config
@@ -110,7 +111,7 @@ def read_sources(arguments: argparse.Namespace) -> Sources:
     seal, glaive = read_rows(arguments.seal), read_rows(arguments.glaive)
     split = split_by_tools(seal, NUM_VALIDATION, NUM_TEST)
     data_dir = Path(arguments.bfcl_data) if arguments.bfcl_data else find_installed_data()
-    benchmark = load_suite(find_suite("bfcl"), categories=CATEGORIES, bfcl_data=str(data_dir))
+    benchmark = load_suite(find_suite("bfcl"), categories=CATEGORIES, options={"bfcl_data": str(data_dir)})
     questions = [data_dir / f"BFCL_v4_{category}.json" for category in CATEGORIES]
     return Sources(split, glaive, benchmark, questions, BenchmarkFilter(questions, benchmark.cases))
 

@@ -32,16 +32,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from fctune.calls.bfcl.answer_key import AnswerKey  # noqa: E402
-from fctune.calls.bfcl.cases import MULTI_TURN, RELEVANCE, read_bfcl  # noqa: E402
-from fctune.calls.bfcl.checker import CallChecker  # noqa: E402
-from fctune.calls.bfcl.multi_turn import check_multi_turn, load_simulators  # noqa: E402
 from fctune.calls.formats.base import Parsed  # noqa: E402
 from fctune.calls.formats.registry import FORMATS  # noqa: E402
 from fctune.calls.tool_calls import read_tool_calls  # noqa: E402
 from fctune.data.conversation import Call  # noqa: E402
+from fctune.evaluation.benchmarks.bfcl.answer_key import AnswerKey  # noqa: E402
+from fctune.evaluation.benchmarks.bfcl.cases import MULTI_TURN, RELEVANCE, read_bfcl  # noqa: E402
+from fctune.evaluation.benchmarks.bfcl.checker import CallChecker  # noqa: E402
+from fctune.evaluation.benchmarks.bfcl.multi_turn import check_multi_turn, load_simulators  # noqa: E402
+from fctune.evaluation.benchmarks.bfcl.suite import BfclSuite  # noqa: E402
 from fctune.evaluation.score_file import score_file  # noqa: E402
-from fctune.evaluation.suites import BfclSuite  # noqa: E402
 from tests.calls.bfcl_wheel import (  # noqa: E402
     PYTHON_CATEGORIES,
     SOURCE_CATEGORIES,

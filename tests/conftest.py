@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from fctune.calls.bfcl.cases import SIMULATORS
+from fctune.evaluation.benchmarks.bfcl.cases import SIMULATORS
 
 # Deterministic examples by default; HYPOTHESIS_PROFILE=random explores further. An example may take any time, as the
 # processors may be busy.

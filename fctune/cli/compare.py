@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fctune.calls.bfcl.overall import Measured, weigh
 from fctune.cli.files import write_file
 from fctune.cli.tables import format_gaps, format_rate, make_console, make_reasoning_table, make_table
 from fctune.errors import ConfigError, DataError
+from fctune.evaluation.benchmarks import Benchmark, Measured, find_benchmark_of_rows
 from fctune.evaluation.paired import Comparison, compare_rows
 from fctune.evaluation.published import is_published, read_published
 from fctune.evaluation.reasoning import summarise_reasoning
@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
             "--html: shows the strict reading. Leave out --lenient, or write the lenient one with --json."
         )
     before, after = _read(arguments.before), _read(arguments.after)
-    has_total = not any("bfcl" in row for row in (*before, *after))
+    benchmark = find_benchmark_of_rows((*before, *after))
+    has_total = benchmark is None
     _check_settings(arguments.before, arguments.after)
     compared = compare_rows(before, after, has_total, arguments.lenient)
     reasoning = {
@@ -55,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     for row in compared:
         table.add_row(*_to_cells(row), style="bold" if row.category == "all" else "")
     console.print(table)
-    if not has_total:
-        for line in _format_overall(compared, _read_releases(arguments.before, arguments.after)):
+    if benchmark is not None:
+        for line in _format_overall(benchmark, compared, _read_releases(arguments.before, arguments.after)):
             console.print(line, soft_wrap=True, highlight=False)
     for name, used in reasoning.items():
         console.print(make_reasoning_table(f"reasoning {name}", used))
@@ -88,10 +89,12 @@ def _read_releases(before: str, after: str) -> str:
     return " and ".join(dict.fromkeys(str(one.get("release") or "version unknown") for one in settings))
 
 
-def _format_overall(compared: list[Comparison], release: str) -> list[str]:
-    """Return lines with the overall numbers of two results of the leaderboard's cases, and what they lack."""
-    before = weigh({row.category: Measured(row.num_right_before / row.n, row.n) for row in compared})
-    after = weigh({row.category: Measured(row.num_right_after / row.n, row.n) for row in compared})
+def _format_overall(benchmark: Benchmark, compared: list[Comparison], release: str) -> list[str]:
+    """Return lines with the overall numbers of two results of a benchmark's cases, and what they lack."""
+    before = benchmark.weigh({row.category: Measured(row.num_right_before / row.n, row.n) for row in compared})
+    after = benchmark.weigh({row.category: Measured(row.num_right_after / row.n, row.n) for row in compared})
+    if before is None or after is None:
+        return []
     overall = (
         f"overall as the leaderboard weighs it ({release}): "
         f"before {before['overall']:.2%}, after {after['overall']:.2%}"

@@ -21,6 +21,7 @@ from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.loading import read_environment
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.evaluation.benchmarks import find_benchmarks, find_suite_files
 from fctune.generation.model_files import check_model_paths
 from fctune.terminal import escape_controls
 
@@ -80,7 +81,7 @@ def find_suite(name: str) -> Path:
     Raises:
         ConfigError: There is no such suite.
     """
-    built_in = {path.stem: path for path in (shipped_dir("eval") / "suites").glob("*.yaml")}
+    built_in = {path.stem: path for path in (shipped_dir("eval") / "suites").glob("*.yaml")} | find_suite_files()
     path = built_in.get(name, Path(name))
     if not path.exists():
         known = ", ".join(sorted(built_in))
@@ -122,19 +123,17 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     )
     suite = parser.add_argument_group("cases")
     suite.add_argument(
-        "--suite", "--cases", dest="suite", help="smoke, synthetic, bfcl, or a file: YAML, or JSONL cases"
+        "--suite",
+        "--cases",
+        dest="suite",
+        help=f"smoke, synthetic, {', '.join(find_benchmarks())}, or a file: YAML, or JSONL cases",
     )
     suite.add_argument("--categories", type=_to_names, default=[], help="only these categories, comma-separated")
     suite.add_argument("--limit", type=int, metavar="N", help="only the first N cases of each category")
     suite.add_argument("--num-cases", type=int, metavar="N", help="number of cases of a synthetic suite")
     suite.add_argument("--seed", type=int, help="seed of a synthetic suite's cases and of sampling")
-    suite.add_argument("--bfcl-data", metavar="DIR", help="data directory of bfcl-eval; default: where it is installed")
-    suite.add_argument(
-        "--bfcl-mode",
-        choices=("tools", "prompt"),
-        default="tools",
-        help="describe bfcl's functions as native tools, or in the leaderboard's own prompt; default: %(default)s",
-    )
+    for benchmark in find_benchmarks().values():
+        benchmark.add_eval_options(suite)
     generation = parser.add_argument_group("generation and parsing")
     generation.add_argument("--adapter", metavar="DIR", help="PEFT adapter directory to load on top of --model")
     names = ", ".join(list_shipped_templates())
@@ -243,13 +242,15 @@ def add_case_and_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _copy_eval_options(parser: argparse.ArgumentParser, left_out: set[str]) -> None:
-    """Add the options of ``fctune eval`` but for some; only that command asks by the leaderboard's own prompt."""
+    """Add the options of ``fctune eval`` but for some, and the defaults of those that only that command has."""
     donor = argparse.ArgumentParser(add_help=False)
     _add_eval_options(donor)
+    eval_only = {option for benchmark in find_benchmarks().values() for option in benchmark.eval_only_options}
     for action in donor._actions:
-        if not {*left_out, "--bfcl-mode"}.intersection(action.option_strings):
+        if eval_only.intersection(action.option_strings):
+            parser.set_defaults(**{action.dest: action.default})
+        elif not left_out.intersection(action.option_strings):
             parser._add_action(action)
-    parser.set_defaults(bfcl_mode="tools")
 
 
 def _add_eval_options_of_served(parser: argparse.ArgumentParser) -> None:

@@ -39,10 +39,11 @@ from fctune.cli.tables import (
 from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.leaks import find_leaks
 from fctune.evaluation.proposals import write_proposals
 from fctune.evaluation.results import ResultsFile, Row
-from fctune.evaluation.suites import Suite, benchmark_of, load_suite
+from fctune.evaluation.suites import benchmark_of, load_suite
 from fctune.evaluation.summary import summarise_run
 from fctune.generation.engine import Engine, Sampling
 from fctune.generation.http_client import RetryPolicy
@@ -198,9 +199,8 @@ def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> S
         seed=arguments.seed,
         num_cases=arguments.num_cases,
         categories=arguments.categories,
-        bfcl_data=arguments.bfcl_data,
-        bfcl_mode=arguments.bfcl_mode,
-        has_plain_names=is_server(arguments.model) and arguments.format is None and arguments.bfcl_mode == "tools",
+        options=vars(arguments),
+        has_plain_names=is_server(arguments.model) and arguments.format is None,
         has_multi_turn=has_multi_turn,
     ).select(limit=arguments.limit)
     if arguments.min_accuracy is not None and suite.benchmark is not None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.config.intervals import format_count
+from fctune.evaluation.benchmarks import find_benchmarks
 
 if TYPE_CHECKING:
-    from fctune.evaluation.suites import Suite
+    from fctune.evaluation.cases import Suite
 
 _NUM_SHOWN = 5
 
@@ -20,23 +21,18 @@ def add_commands(commands: Any) -> None:
     score = commands.add_parser(
         "score", help="judge a file of predictions, with an interval for every category"
     ).add_subparsers(required=True, metavar="COMMAND")
-    bfcl = score.add_parser("bfcl", help="judge by the Berkeley leaderboard's rules, for each of its categories")
-    bfcl.add_argument("--data", required=True, metavar="DIR", help="the wheel's data: site-packages/bfcl_eval/data")
-    bfcl.add_argument(
-        "--categories",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="categories to score in full; default: those of the predictions",
-    )
-    bfcl.add_argument("--dots-as-underscores", action="store_true", help="for models that write a_b for a.b")
-    bfcl.set_defaults(run=_score_bfcl)
+    scored = []
+    for name, benchmark in find_benchmarks().items():
+        command = score.add_parser(name, help=f"judge by the rules of {benchmark.title}, for each of its categories")
+        benchmark.add_score_options(command)
+        command.set_defaults(run=_score_benchmark, benchmark=benchmark)
+        scored.append(command)
     calls = score.add_parser("calls", help="judge by exact match with the expected calls of your own cases")
     calls.add_argument(
         "--cases", required=True, metavar="FILE", help="JSONL: messages, tools, expected_calls[, id, category]"
     )
     calls.set_defaults(run=_score_calls)
-    for command in (bfcl, calls):
+    for command in (*scored, calls):
         command.add_argument(
             "--predictions",
             required=True,
@@ -47,15 +43,12 @@ def add_commands(commands: Any) -> None:
         command.add_argument("--format", help="call format of rows that do not name one")
 
 
-def _score_bfcl(arguments: argparse.Namespace) -> int:
-    from fctune.evaluation.suites import BfclSuite
-
-    return _score(arguments, BfclSuite(arguments.data, arguments.categories, arguments.dots_as_underscores))
+def _score_benchmark(arguments: argparse.Namespace) -> int:
+    return _score(arguments, arguments.benchmark.open_predictions_suite(arguments))
 
 
 def _score_calls(arguments: argparse.Namespace) -> int:
-    from fctune.evaluation.cases import read_cases
-    from fctune.evaluation.suites import Suite
+    from fctune.evaluation.cases import Suite, read_cases
 
     return _score(arguments, Suite(Path(arguments.cases).stem, tuple(read_cases(arguments.cases))))
 

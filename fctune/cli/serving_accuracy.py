@@ -30,9 +30,9 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Conversation, Message
 from fctune.errors import ConfigError, DataError
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.results import Row, read_rows
 from fctune.evaluation.serving import Served, parse_as_served
-from fctune.evaluation.suites import Suite
 from fctune.evaluation.summary import summarise_run
 from fctune.generation.model_files import find_model
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from fctune.calls.formats.base import Parsed
+from fctune.calls.formats.base import CallFormat, Parsed
 from fctune.calls.judge import Judgement, judge, judge_failure
 from fctune.config.intervals import format_count
 from fctune.config.parsing import describe_no_file
-from fctune.data.conversation import Call, Conversation
+from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
 from fctune.data.tool_schema import ToolSet
-from fctune.errors import DataError
+from fctune.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from fctune.evaluation.benchmarks import Benchmark
 
 _NUM_SHOWN = 10
 
@@ -36,6 +41,7 @@ class Case:
     prompt: Conversation
     expected: tuple[Call, ...]
     sample: int = field(default=0, kw_only=True)
+    benchmark_name: ClassVar[str | None] = None  # key of the benchmark's own verdict in result rows
 
     @functools.cached_property
     def _tools(self) -> ToolSet:
@@ -57,6 +63,156 @@ class Case:
     def describe_differences(self, parsed: Parsed, judgement: Judgement) -> tuple[str, ...]:
         """List everything that is wrong with an answer, one line each."""
         return judgement.differences
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The user's messages that open a turn, and the tools on offer from then on."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+
+
+class SimulatedTools(Protocol):
+    """The tools of a multi-turn case, with their state."""
+
+    def play(self, calls: Sequence[Call]) -> Sequence[str]:
+        """Make the calls of one answer, and return the result of each.
+
+        Raises:
+            TimeoutError: The calls take too long; the message says so.
+        """
+
+
+@dataclass(frozen=True)
+class MultiTurnCase(ABC):
+    """A conversation with several user turns, in which simulated tools answer.
+
+    In each turn the model is queried until it makes no more calls. The conversation ends if it calls in more than
+    ``max_steps`` answers of one turn.
+    """
+
+    id: str
+    category: str
+    turns: tuple[Turn, ...]
+    max_steps: int
+    benchmark_name: ClassVar[str | None] = None
+
+    @property
+    @abstractmethod
+    def expected(self) -> tuple[tuple[Call, ...], ...]:
+        """The calls that are due in each turn."""
+
+    @abstractmethod
+    def start(self) -> SimulatedTools:
+        """Create the tools in their initial state."""
+
+    @abstractmethod
+    def judge(
+        self,
+        turns: Sequence[Sequence[Parsed]],
+        stopped: str | None = None,
+        is_unanswered: bool = False,
+        decoded: Sequence[Sequence[Parsed]] | None = None,
+    ) -> Judgement:
+        """Judge one reading of a conversation.
+
+        Args:
+            turns: The steps of each turn; fewer turns if the conversation was stopped.
+            stopped: Why the conversation was stopped early; None if it was not.
+            is_unanswered: The conversation was stopped because the model could not answer.
+            decoded: The steps as a benchmark's own decoder reads them; see ``Reading.decoded``. None: as read.
+        """
+
+    @abstractmethod
+    def judge_failure(self, reason: str) -> Judgement:
+        """Judge a conversation that ended without an answer."""
+
+    @abstractmethod
+    def describe(self) -> Any:
+        """Return, as JSON values, what decides verdicts besides the turns; part of the suite's digest."""
+
+
+AnyCase = Case | MultiTurnCase
+
+
+@dataclass(eq=False)
+class Suite:
+    """Cases of one or several turns, which judge the answers to them.
+
+    Attributes:
+        name: The suite's name.
+        cases: Cases that one answer settles.
+        benchmark: The public benchmark that the cases belong to: it must not be trained on, and its categories are not
+            summed up.
+        not_run: Categories that were requested and left out, with the reason.
+        multi_turn: Multi-turn cases.
+        release: The package and version that the cases come from, such as ``bfcl-eval 2026.3.23``; None if unknown.
+        call_format: The format in which the prompts themselves ask for calls; None: the model's own.
+        plug_in: The benchmark's plug-in, which weighs categories; None without one.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    benchmark: str | None = None
+    not_run: dict[str, str] = field(default_factory=dict)
+    multi_turn: tuple[MultiTurnCase, ...] = ()
+    release: str | None = None
+    call_format: CallFormat | None = None
+    plug_in: Benchmark | None = None
+
+    def __post_init__(self) -> None:
+        self._by_id: dict[str, AnyCase] = {case.id: case for case in self.all_cases}
+
+    @property
+    def all_cases(self) -> list[AnyCase]:
+        """Single-turn and multi-turn cases, in order."""
+        return [*self.cases, *self.multi_turn]
+
+    def find(self, case_id: str) -> AnyCase | None:
+        """Return the case with this id, or None."""
+        return self._by_id.get(case_id)
+
+    def find_category(self, case_id: str) -> str | None:
+        """Return the category that an id names, whether or not the case exists; None if ids name none."""
+        return None
+
+    def digest(self) -> str:
+        """Return a hex digest, 16 characters, of the cases: ids, prompts and expected calls."""
+        digest = hashlib.blake2b(digest_size=8)
+        for case in self.cases:
+            expected = [[call.name, call.arguments] for call in case.expected]
+            row: list[Any] = [case.id, case.category, case.prompt.digest(), expected]
+            digest.update(json.dumps(row, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
+        for dialogue in self.multi_turn:
+            turns = [Conversation(turn.messages, turn.tools).digest() for turn in dialogue.turns]
+            row = [dialogue.id, dialogue.category, turns, dialogue.describe(), dialogue.max_steps]
+            digest.update(json.dumps(row, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
+        return digest.hexdigest()
+
+    def select(self, categories: Sequence[str] = (), limit: int | None = None) -> Suite:
+        """Return the suite with these categories only, or all if empty, and the first ``limit`` cases of each.
+
+        Raises:
+            ConfigError: No case has one of the categories.
+        """
+        known = {case.category for case in self.all_cases} | self.not_run.keys()
+        if unknown := [name for name in categories if name not in known]:
+            raise ConfigError(
+                f"--categories {unknown[0]}: not a category of {self.name}; it has {', '.join(sorted(known))}."
+            )
+        seen: Counter[str] = Counter()
+
+        def is_kept(case: AnyCase) -> bool:
+            seen[case.category] += 1
+            return (not categories or case.category in categories) and (limit is None or seen[case.category] <= limit)
+
+        return self.with_cases(list(filter(is_kept, self.cases)), list(filter(is_kept, self.multi_turn)))
+
+    def with_cases(self, cases: Sequence[Case], multi_turn: Sequence[MultiTurnCase] = ()) -> Suite:
+        """Return a suite with other cases and the description of this one."""
+        described = {field.name: getattr(self, field.name) for field in fields(Suite)}
+        return Suite(**described | {"cases": tuple(cases), "multi_turn": tuple(multi_turn)})
 
 
 def read_cases(path: str | Path) -> list[Case]:

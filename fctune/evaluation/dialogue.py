@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from fctune.calls.bfcl.multi_turn import SimulatedTools
 from fctune.calls.formats.base import CallFormat, Parsed
 from fctune.data.conversation import Call, Conversation, Message, Tool, to_encodable
 from fctune.errors import DataError
-from fctune.evaluation.bfcl import BFCL
+from fctune.evaluation.cases import MultiTurnCase, SimulatedTools
 from fctune.evaluation.judging import (
     Row,
     judge_row,
@@ -26,7 +25,6 @@ from fctune.evaluation.judging import (
     to_plain_calls,
     to_reasoning_fields,
 )
-from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.generation.engine import Answer, Engine
 
 # Errors for a prompt that leaves no room for an answer: in process, from vLLM, SGLang, llama.cpp and TGI.
@@ -143,7 +141,7 @@ class _Dialogue:
 
     def prompt(self) -> Conversation:
         """Return the conversation up to where the model is to act."""
-        return Conversation(tuple(self.messages()), self._turn_tools(), f"{BFCL} {self.case.id}")
+        return Conversation(tuple(self.messages()), self._turn_tools(), self.case.id)
 
     def messages(self) -> Iterator[Message]:
         """Yield all messages so far."""
@@ -206,8 +204,8 @@ class _Dialogue:
         judgement = judge_row(self.case, row)
         row |= {"verdict": judgement.outcome.verdict, "differences": list(judgement.differences)}
         lenient = judge_row(self.case, row, lenient=True)
-        row["lenient"] |= {"verdict": lenient.outcome.verdict, **to_benchmark_fields(lenient)}
-        return row | to_benchmark_fields(judgement)
+        row["lenient"] |= {"verdict": lenient.outcome.verdict, **to_benchmark_fields(self.case, lenient)}
+        return row | to_benchmark_fields(self.case, judgement)
 
     def _turn_tools(self) -> tuple[Tool, ...]:
         return self.case.turns[len(self.turns) - 1].tools

@@ -15,8 +15,8 @@ from fctune.calls.formats.base import CallFormat, Malformed, Parsed
 from fctune.calls.judge import Judgement, judge_error
 from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.conversation import Call, Tool
-from fctune.evaluation.cases import Case
-from fctune.evaluation.multi_turn import MultiTurnCase
+from fctune.evaluation.benchmarks import find_verdict
+from fctune.evaluation.cases import Case, MultiTurnCase
 from fctune.generation.engine import Answer
 
 Row = dict[str, Any]
@@ -82,7 +82,7 @@ class JudgedAnswer:
             "lenient": {
                 "verdict": self.lenient.outcome.verdict,
                 **to_plain(lenient),
-                **to_benchmark_fields(self.lenient),
+                **to_benchmark_fields(case, self.lenient),
             },
             "expected_calls": to_plain_calls(case.expected),
             "messages": [message.to_openai() for message in case.prompt.messages],
@@ -92,7 +92,7 @@ class JudgedAnswer:
             row["tool_calls"] = list(answer.tool_calls)
         if answer.error is not None:
             row["error"] = answer.error
-        return row | to_benchmark_fields(self.strict)
+        return row | to_benchmark_fields(case, self.strict)
 
 
 def judge_answer(case: Case, answer: Answer, call_format: CallFormat | None) -> JudgedAnswer:
@@ -133,15 +133,15 @@ def _judge_row(case: Case | MultiTurnCase, row: Row, lenient: bool) -> Judgement
 
 def is_valid(row: Mapping[str, Any]) -> bool:
     """Return True if a row of the results, or the lenient reading in it, counts as solved: see ``Judgement``."""
-    benchmark = row.get("bfcl")
-    return bool(row["verdict"] == "correct" if benchmark is None else benchmark["valid"])
+    found = find_verdict(row)
+    return bool(row["verdict"] == "correct" if found is None else found[1]["valid"])
 
 
-def to_benchmark_fields(judgement: Judgement) -> Row:
+def to_benchmark_fields(case: Case | MultiTurnCase, judgement: Judgement) -> Row:
     """Return the fields of a row that hold a benchmark's own verdict, if there is one."""
-    if (benchmark := judgement.benchmark) is None:
+    if (verdict := judgement.benchmark) is None or case.benchmark_name is None:
         return {}
-    return {"bfcl": benchmark._asdict()}
+    return {case.benchmark_name: verdict._asdict()}
 
 
 def to_reasoning_fields(answer: Answer) -> Row:

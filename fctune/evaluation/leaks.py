@@ -12,8 +12,8 @@ from fctune.data.conversation import Conversation, Message
 from fctune.data.sources import read_source, scan_source
 from fctune.data.sources.columns import Columns
 from fctune.errors import ConfigError, DataError
-from fctune.evaluation.cases import Case
-from fctune.evaluation.suites import AnyCase, load_suite
+from fctune.evaluation.cases import AnyCase, Case
+from fctune.evaluation.suites import load_suite
 
 HELD_OUT_FILE = "held_out.jsonl"  # held-out cases in a run's directory; their ids are the digests of the rows
 

@@ -24,9 +24,8 @@ from fctune.config.sections.evaluation import EvalConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.distributed import World
 from fctune.errors import ConfigError
-from fctune.evaluation.cases import Case, read_cases
+from fctune.evaluation.cases import Case, Suite, read_cases
 from fctune.evaluation.run import ask_cases
-from fctune.evaluation.suites import Suite
 from fctune.evaluation.summary import tally_judgements
 from fctune.generation.in_process import InProcessEngine
 from fctune.models.causal_lm import CausalLM

@@ -28,9 +28,8 @@ from fctune.calls.reasoning.registry import find_reasoning
 from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.conversation import Tool
 from fctune.errors import ConfigError, DataError
-from fctune.evaluation.cases import Case, check_rows
+from fctune.evaluation.cases import Case, MultiTurnCase, check_rows
 from fctune.evaluation.judging import judge_reading
-from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.parsing.json_reader import ParseError, decode_json
 
 

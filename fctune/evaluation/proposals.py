@@ -10,8 +10,9 @@ from typing import Any
 from fctune.calls.judge import ERROR_KINDS
 from fctune.data.conversation import Call, Message
 from fctune.errors import ConfigError
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.judging import Row
-from fctune.evaluation.suites import Suite, benchmark_of
+from fctune.evaluation.suites import benchmark_of
 
 
 def write_proposals(suite: Suite, rows: Sequence[Row], path: str | Path) -> int:

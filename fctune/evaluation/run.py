@@ -15,12 +15,10 @@ from fctune.calls.formats.base import CallFormat
 from fctune.data.conversation import Message
 from fctune.distributed import World
 from fctune.errors import Interrupted
-from fctune.evaluation.cases import Case
+from fctune.evaluation.cases import Case, MultiTurnCase, Suite
 from fctune.evaluation.dialogue import ask_multi_turn
 from fctune.evaluation.judging import JudgedAnswer, Row, judge_answer
-from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.evaluation.results import ResultsFile
-from fctune.evaluation.suites import Suite
 from fctune.generation.engine import Engine
 
 AnyCase = TypeVar("AnyCase", Case, MultiTurnCase)

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fctune.calls.bfcl.cases import category_of
 from fctune.errors import ConfigError
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.judging import to_plain
 from fctune.evaluation.predictions import JudgedPrediction, Prediction, judge_prediction, read_predictions
-from fctune.evaluation.suites import Suite
 from fctune.evaluation.summary import Tally
 from fctune.files import write_atomically
 
@@ -50,7 +49,7 @@ def score_file(
 
     An output row has ``id``, ``category``, ``valid``, ``reason`` and ``verdict``; ``differences``, if there are any;
     the ``calls`` and ``malformed`` stretches of a text's strict reading; and ``valid_lenient`` and ``reason_lenient``
-    for a text, or if the two readings differ. For cases of the leaderboard, ``valid`` and ``reason`` are its own
+    for a text, or if the two readings differ. For cases of a benchmark, ``valid`` and ``reason`` are its own
     verdict; ``verdict`` is always that of the strict typed match. ``category`` is None if no case has the id, ``valid``
     if its category cannot be run. An answer that could not be judged has the verdict "not_judged" and counts as wrong.
 
@@ -107,7 +106,7 @@ class _Count:
 
     def __init__(self, suite: Suite) -> None:
         self._suite = suite
-        self._tally = Tally(has_total=suite.benchmark is None)
+        self._tally = Tally(suite.benchmark is None, suite.plug_in)
         self._ids: Counter[str] = Counter()
         self._unknown: Counter[str] = Counter()
         self._not_judged: dict[str, str] = {}
@@ -117,8 +116,8 @@ class _Count:
         self._ids[prediction.id] += 1
         case = self._suite.find(prediction.id)
         if case is None:
-            category = category_of(prediction.id)
-            if (reason := self._suite.not_run.get(category)) is not None:
+            category = self._suite.find_category(prediction.id)
+            if (reason := self._suite.not_run.get(category or "")) is not None:
                 return {"id": prediction.id, "category": category, "valid": None, "reason": reason}
             self._unknown[prediction.id] += 1
             return {"id": prediction.id, "category": None, "valid": False, "reason": "no such case"}

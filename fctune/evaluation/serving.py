@@ -17,9 +17,8 @@ from typing import Any
 from fctune.calls.formats.base import Server
 from fctune.calls.judge import Judgement
 from fctune.errors import ConfigError
-from fctune.evaluation.cases import Case
+from fctune.evaluation.cases import Case, Suite
 from fctune.evaluation.judging import JudgedAnswer, Row, judge_answer
-from fctune.evaluation.suites import Suite
 from fctune.evaluation.summary import tally_judgements
 from fctune.generation.engine import Answer
 

@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fctune.calls.bfcl.overall import Measured, weigh
 from fctune.calls.judge import Judgement, Outcome
 from fctune.calls.metrics import rate, score_outcomes
+from fctune.evaluation.benchmarks import Benchmark, Measured
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.judging import Row, judge_row
 from fctune.evaluation.reasoning import summarise_reasoning
-from fctune.evaluation.suites import Suite
 
 # In live_relevance any call will do: nothing is known of its name, its arguments or the number of calls.
 _RATES_OF_ANY_CALL = ("accuracy", "well_formed", "missed_call", "schema_valid")
@@ -25,10 +25,11 @@ class Tally:
 
     Args:
         has_total: Also compute rates over all categories, as ``all``; a benchmark's must not be added up.
+        benchmark: The benchmark that weighs the categories, if the cases belong to one.
     """
 
-    def __init__(self, has_total: bool) -> None:
-        self._has_total = has_total
+    def __init__(self, has_total: bool, benchmark: Benchmark | None = None) -> None:
+        self._has_total, self._benchmark = has_total, benchmark
         self._has_benchmark = False
         # Counts by category of equal judgements: in a large file most are equal, and counting takes most time.
         self._counts: dict[str, Counter[_Judged]] = defaultdict(Counter)
@@ -44,8 +45,8 @@ class Tally:
 
         ``scores`` and ``lenient`` hold the output of ``fctune.calls.metrics.score_outcomes`` for the strict and the
         lenient reading, except that ``accuracy`` is the share of valid answers: see ``Judgement.is_valid``. Cases of
-        the leaderboard also give ``typed``, the share of answers whose verdict is "correct", and ``leaderboard``, the
-        overall number of ``fctune.calls.bfcl.overall.weigh``.
+        a benchmark with verdicts of its own also give ``typed``, the share of answers whose verdict is "correct", and
+        ``leaderboard``, the overall number of ``Benchmark.weigh``, if it has one.
         """
         readings: dict[str, dict[str, Counter[tuple[Outcome, bool]]]] = {
             "scores": defaultdict(Counter),
@@ -62,7 +63,9 @@ class Tally:
                 for category, scores in summary["scores"].items()
             }
             accuracies = {name: scores["rates"]["accuracy"] for name, scores in summary["scores"].items()}
-            summary["leaderboard"] = weigh({n: Measured(one["rate"], one["n"]) for n, one in accuracies.items()})
+            measured = {name: Measured(one["rate"], one["n"]) for name, one in accuracies.items()}
+            weighed = None if self._benchmark is None else self._benchmark.weigh(measured)
+            summary |= {} if weighed is None else {"leaderboard": weighed}
         return summary
 
     def _score(self, counts: Mapping[str, Counter[tuple[Outcome, bool]]]) -> dict[str, Any]:
@@ -88,7 +91,7 @@ class Tally:
 
 def tally_judgements(suite: Suite, judged: Iterable[tuple[str, Judgement, Judgement]]) -> Tally:
     """Count ``(category, strict, lenient)`` of a suite's answers."""
-    tally = Tally(has_total=suite.benchmark is None)
+    tally = Tally(suite.benchmark is None, suite.plug_in)
     for category, strict, lenient in judged:
         tally.add(category, strict, lenient)
     return tally

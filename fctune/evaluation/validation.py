@@ -19,8 +19,8 @@ from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.judging import read_answer
-from fctune.evaluation.suites import Suite
 from fctune.generation.in_process import InProcessEngine
 from fctune.generation.model_files import ModelFiles
 

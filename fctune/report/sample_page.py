@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fctune.config.intervals import format_count
-from fctune.evaluation.cases import Case
+from fctune.evaluation.cases import Case, Suite
 from fctune.evaluation.judging import is_valid, to_plain_calls
-from fctune.evaluation.suites import Suite
 from fctune.report.eval_page import FACETS, format_bounds, make_case
 from fctune.report.page import Cell, Page, Tone, draw_interval, make_count_tile, make_table
 from fctune.sampling.rewards import REWARD_PARTS

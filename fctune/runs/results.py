@@ -10,6 +10,7 @@ from typing import Any
 
 from fctune.calls.metrics import rate
 from fctune.errors import DataError
+from fctune.evaluation.benchmarks import find_benchmark_of_rows
 from fctune.evaluation.judging import is_valid
 from fctune.evaluation.paired import Comparison, compare_rows
 from fctune.evaluation.results import Row, read_rows, read_settings
@@ -38,8 +39,8 @@ class Accuracy:
 
     @property
     def has_total(self) -> bool:
-        """True if the categories may be averaged; BFCL's may not."""
-        return not any("bfcl" in row for row in self.after.rows)
+        """True if the categories may be averaged; a benchmark's may not."""
+        return find_benchmark_of_rows(self.after.rows) is None
 
     def rates(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the strict accuracy of each category after training, with its interval; the total comes last."""

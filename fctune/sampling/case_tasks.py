@@ -13,10 +13,10 @@ from fctune.calls.formats.base import CallFormat
 from fctune.checkpoint.fault_hooks import fire
 from fctune.config.intervals import choose_noun, format_count
 from fctune.errors import ConfigError, DataError
-from fctune.evaluation.cases import make_cases
+from fctune.evaluation.cases import Suite, make_cases
 from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.row_cases import make_row_cases
-from fctune.evaluation.suites import Suite, benchmark_of, load_suite
+from fctune.evaluation.suites import benchmark_of, load_suite
 from fctune.generation.decoding import AnswerDecoder
 from fctune.generation.engine import Answer, AnswerTokens
 from fctune.sampling.rewards import BINARY, REWARD_PARTS, check_reward, score_answer, weigh_parts

@@ -10,10 +10,10 @@ from typing import Any
 from fctune.calls.formats.base import CallFormat
 from fctune.distributed import World
 from fctune.errors import ConfigError
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.judging import JudgedAnswer, Row, is_valid
 from fctune.evaluation.results import ResultsFile, read_rows
 from fctune.evaluation.run import describe_run, run_suite
-from fctune.evaluation.suites import Suite
 from fctune.generation.engine import Engine
 from fctune.sampling.pass_rates import choose_ks, estimate_pass_rate
 from fctune.sampling.rewards import BINARY, REWARD_PARTS, score_answer, score_closeness, weigh_parts

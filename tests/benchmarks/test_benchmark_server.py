@@ -26,8 +26,9 @@ from fctune.cli.eval_options import find_suite
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import read_template_args
 from fctune.errors import ConfigError
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.results import read_settings
-from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.runs.record import read_run
 from fctune.runs.results import find_accuracies
 from tests.conftest import ROOT, TINY_BASE

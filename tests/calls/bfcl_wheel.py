@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.bfcl.cases import BfclCase
 from fctune.data.conversation import Call, Tool
+from fctune.evaluation.benchmarks.bfcl.cases import BfclCase
 
 PYTHON_CATEGORIES = (
     "simple_python",

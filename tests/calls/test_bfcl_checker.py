@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from fctune.calls.bfcl.checker import BfclVerdict, CallChecker
-from fctune.calls.bfcl.source_values import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
 from fctune.data.conversation import Call
+from fctune.evaluation.benchmarks.bfcl.checker import BfclVerdict, CallChecker
+from fctune.evaluation.benchmarks.bfcl.source_values import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
 from tests.calls.bfcl_wheel import (
     SOURCE_CATEGORIES,
     Case,

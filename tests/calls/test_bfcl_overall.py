@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.bfcl.cases import CATEGORIES
-from fctune.calls.bfcl.overall import AGENTIC, NUM_CASES, WEIGHTS, Measured, weigh
 from fctune.calls.judge import BenchmarkVerdict, Judgement, Outcome
+from fctune.evaluation.benchmarks import Measured, find_benchmarks
+from fctune.evaluation.benchmarks.bfcl.cases import CATEGORIES
+from fctune.evaluation.benchmarks.bfcl.overall import AGENTIC, NUM_CASES, WEIGHTS, weigh
 from fctune.evaluation.summary import Tally
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 
@@ -92,7 +93,7 @@ def test_what_is_not_measured_counts_as_nothing_and_is_named() -> None:
 
 
 def test_a_summary_of_the_benchmarks_cases_has_its_overall_number() -> None:
-    tally = Tally(has_total=False)
+    tally = Tally(has_total=False, benchmark=find_benchmarks()["bfcl"])
     for judged in [RIGHT] * 3 + [WRONG]:
         tally.add("simple_python", judged, judged)
     found = tally.summarise()["leaderboard"]

@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from fctune.calls.bfcl.cases import BfclCase
-from fctune.calls.bfcl.multi_turn import load_simulators
 from fctune.data.conversation import Call
+from fctune.evaluation.benchmarks.bfcl.cases import BfclCase
+from fctune.evaluation.benchmarks.bfcl.multi_turn import load_simulators
 
 Turns = list[list[list[Call]]]
 

@@ -55,10 +55,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def test_the_page_has_the_six_recipes() -> None:
+def test_the_page_has_a_recipe_for_each_extension() -> None:
     assert list(SECTIONS) == [
         "Add a call format",
         "Add a row format",
+        "Add a benchmark",
         "Add a metric",
         "Add a config key",
         "Add a command",
@@ -82,5 +83,6 @@ def test_following_the_page_works(section: str, repository: Path) -> None:
             apply_diff(file, block.text)
         else:
             assert not file.exists(), f"{block.title} exists already"
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.text)
     assert checks == 1

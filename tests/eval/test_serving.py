@@ -16,10 +16,11 @@ from eval import serving
 from fctune.calls.formats.base import SERVERS, Server
 from fctune.calls.formats.registry import FORMATS
 from fctune.errors import ConfigError
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.results import ResultsFile
 from fctune.evaluation.serving import parse_as_served
-from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.generation.engine import Answer
 from tests.conftest import ROOT
 

@@ -15,9 +15,10 @@ from fctune.calls.formats.registry import FORMATS
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.data.synthetic import iter_cases
 from fctune.errors import DataError
+from fctune.evaluation.benchmarks.bfcl.suite import BfclSuite
 from fctune.evaluation.cases import read_cases
 from fctune.evaluation.results import read_rows
-from fctune.evaluation.suites import BfclSuite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.generation.in_process import InProcessEngine
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 from tests.conftest import ROOT

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fctune.data.conversation import Call
-from fctune.evaluation.multi_turn import MultiTurnCase
+from fctune.evaluation.cases import MultiTurnCase
 from tests.calls.bfcl_wheel import data_dir
 from tests.evaluation.scripted_engine import Plan
 

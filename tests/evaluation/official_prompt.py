@@ -13,9 +13,9 @@ import re
 import warnings
 from typing import Any, Optional
 
-from fctune.calls.bfcl.prompt_answers import PYTHON_KEY, TUPLE_KEY, BfclAnswer
 from fctune.calls.formats.pythonic import render_python_call
 from fctune.errors import DataError
+from fctune.evaluation.benchmarks.bfcl.prompt_answers import PYTHON_KEY, TUPLE_KEY, BfclAnswer
 from tests.calls.bfcl_wheel import Case, data_dir, gold_calls
 from tests.calls.mutations import mutate
 

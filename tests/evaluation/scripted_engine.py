@@ -10,12 +10,12 @@ from typing import Any
 
 from fctune.calls.formats.registry import FORMATS
 from fctune.data.conversation import Call, Conversation
-from fctune.evaluation.multi_turn import MultiTurnCase
+from fctune.evaluation.benchmarks import find_suite_files
+from fctune.evaluation.cases import MultiTurnCase, Suite
 from fctune.evaluation.results import ResultsFile, read_rows
 from fctune.evaluation.run import run_suite
-from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.generation.engine import Answer
-from tests.conftest import ROOT
 
 HERMES = FORMATS["hermes"]
 BROKEN = "<tool_call>{"
@@ -24,7 +24,7 @@ Plan = Callable[[MultiTurnCase, int, int], list[Call] | str]
 
 @functools.cache
 def load_multi_turn_suite() -> Suite:
-    return load_suite(ROOT / "eval" / "suites" / "bfcl.yaml", categories=["multi_turn"], has_multi_turn=True)
+    return load_suite(find_suite_files()["bfcl"], categories=["multi_turn"], has_multi_turn=True)
 
 
 def sample(every: int = 40, categories: Sequence[str] = ()) -> Suite:

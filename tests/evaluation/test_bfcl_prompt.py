@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 
 from fctune.calls.answers import read_text
-from fctune.calls.bfcl.cases import SINGLE_TURN, read_bfcl
-from fctune.calls.bfcl.prompt_answers import BfclAnswer
 from fctune.data.conversation import Call
+from fctune.evaluation.benchmarks import find_suite_files
+from fctune.evaluation.benchmarks.bfcl.cases import SINGLE_TURN, read_bfcl
+from fctune.evaluation.benchmarks.bfcl.prompt_answers import BfclAnswer
+from fctune.evaluation.benchmarks.bfcl.suite import BfclSuite
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.judging import judge_answer, judge_row
-from fctune.evaluation.suites import BfclSuite, Suite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.generation.engine import Answer
 from tests.calls.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel, official_checker, python_cases
-from tests.conftest import ROOT
 from tests.evaluation.official_prompt import (
     is_same_reading,
     odd_answer,
@@ -198,8 +200,8 @@ def test_the_prompt_is_the_wheels_own(category: str) -> None:
 
 
 def test_what_the_prompt_mode_does_not_ask_is_named() -> None:
-    path = ROOT / "eval" / "suites" / "bfcl.yaml"
-    suite = load_suite(path, bfcl_mode="prompt", has_multi_turn=True)
+    path = find_suite_files()["bfcl"]
+    suite = load_suite(path, options={"bfcl_mode": "prompt"}, has_multi_turn=True)
     assert {case.category for case in suite.all_cases} == set(PROMPTED)
     assert {"simple_java", "multi_turn_base", "memory_kv"} <= suite.not_run.keys()
     assert suite.name == "bfcl_prompt"

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.bfcl.cases import MULTI_TURN
 from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation
 from fctune.errors import ConfigError, DataError
+from fctune.evaluation.benchmarks import find_suite_files
+from fctune.evaluation.benchmarks.bfcl.cases import MULTI_TURN
+from fctune.evaluation.cases import MultiTurnCase, Suite
 from fctune.evaluation.judging import judge_row
-from fctune.evaluation.multi_turn import MultiTurnCase
 from fctune.evaluation.results import ResultsFile, read_rows
 from fctune.evaluation.run import run_suite
-from fctune.evaluation.suites import Suite, benchmark_of, load_suite
+from fctune.evaluation.suites import benchmark_of, load_suite
 from fctune.evaluation.summary import summarise_run
 from fctune.generation.endpoint import EndpointEngine, to_messages
 from fctune.generation.engine import Answer
 from tests.calls.bfcl_wheel import SHARED_DIRECTORIES, data_dir, needs_wheel
-from tests.conftest import ROOT
 from tests.evaluation.scripted_engine import (
     BROKEN,
     HERMES,
@@ -438,8 +438,8 @@ def test_the_verdicts_of_the_results_are_those_of_the_summary(tmp_path: Path) ->
 
 
 def test_without_the_wheel_the_categories_are_not_run(without_wheel: None) -> None:
-    path = ROOT / "eval" / "suites" / "bfcl.yaml"
-    suite = load_suite(path, categories=["multi_turn"], bfcl_data=str(data_dir()), has_multi_turn=True)
+    path = find_suite_files()["bfcl"]
+    suite = load_suite(path, categories=["multi_turn"], options={"bfcl_data": str(data_dir())}, has_multi_turn=True)
     assert suite.all_cases == []
     assert suite.not_run.keys() == set(MULTI_TURN)
     assert all("need the wheel bfcl-eval" in reason for reason in suite.not_run.values())
@@ -460,6 +460,6 @@ def test_they_are_a_benchmark_and_are_selected_like_other_categories() -> None:
 
 
 def test_where_answers_are_read_one_by_one_they_are_left_out() -> None:
-    suite = load_suite(ROOT / "eval" / "suites" / "bfcl.yaml", categories=["multi_turn_base", "parallel"])
+    suite = load_suite(find_suite_files()["bfcl"], categories=["multi_turn_base", "parallel"])
     assert not suite.multi_turn
     assert set(suite.not_run) == {"multi_turn_base"}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.bfcl.cases import MULTI_TURN
 from fctune.data.conversation import Conversation
+from fctune.evaluation.benchmarks.bfcl.cases import MULTI_TURN
 from fctune.generation.endpoint import to_messages
 from tests.calls.bfcl_wheel import needs_wheel, official_multi_turn_checker
 from tests.evaluation.official_loop import OfficialHandler, official_loop

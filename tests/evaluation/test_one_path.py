@@ -18,12 +18,14 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation
 from fctune.data.synthetic import iter_cases
 from fctune.distributed import World
+from fctune.evaluation.benchmarks.bfcl.suite import BfclSuite
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.live import RATES, LiveEvaluation
 from fctune.evaluation.results import ResultsFile
 from fctune.evaluation.run import run_suite
 from fctune.evaluation.score_file import score_file
 from fctune.evaluation.serving import parse_as_served
-from fctune.evaluation.suites import BfclSuite, Suite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.evaluation.summary import summarise_run
 from fctune.generation.engine import Answer
 from tests.calls.bfcl_wheel import data_dir, needs_wheel

@@ -13,9 +13,11 @@ from fctune.data.sources.defects import RowError
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
 from fctune.errors import ConfigError
+from fctune.evaluation.benchmarks import find_suite_files
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.judging import judge_answer
 from fctune.evaluation.proposals import propose, write_proposals
-from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.generation.engine import Answer
 from tests.calls.bfcl_wheel import needs_wheel
 from tests.conftest import ROOT
@@ -74,7 +76,7 @@ def test_a_draft_is_a_row_that_teaches_the_expected_calls(suite: Suite) -> None:
 
 @needs_wheel
 def test_nothing_is_drafted_from_a_benchmark_by_its_name_or_by_its_ids() -> None:
-    bfcl = load_suite(SUITES / "bfcl.yaml", categories=["simple_python"])
+    bfcl = load_suite(find_suite_files()["bfcl"], categories=["simple_python"])
     for suite in (bfcl, replace(bfcl, name="mine", benchmark=None)):
         with pytest.raises(ConfigError, match=r"belongs to a benchmark \(BFCL v4\), which must not be trained on"):
             propose(suite, [])

@@ -15,11 +15,11 @@ from fctune.calls.formats.registry import FORMATS
 from fctune.calls.reasoning.base import Reasoning
 from fctune.calls.reasoning.registry import REASONING_FORMATS
 from fctune.data.conversation import Conversation, Message
-from fctune.evaluation.cases import Case
+from fctune.evaluation.cases import Case, Suite
 from fctune.evaluation.judging import judge_answer, judge_row
 from fctune.evaluation.reasoning import summarise_reasoning
 from fctune.evaluation.results import ResultsFile
-from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.evaluation.summary import summarise_run
 from fctune.generation.endpoint import EndpointEngine, to_messages
 from fctune.generation.engine import Answer

@@ -19,9 +19,10 @@ from fctune.calls.formats.registry import FORMATS
 from fctune.data.conversation import Conversation
 from fctune.distributed import World
 from fctune.errors import ConfigError, DataError
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.results import ResultsFile, read_rows
 from fctune.evaluation.run import describe_run, run_suite
-from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.evaluation.summary import summarise_run
 from fctune.generation.engine import Answer
 from tests.conftest import ROOT

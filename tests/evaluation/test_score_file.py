@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from fctune.calls.bfcl.cases import CATEGORIES, MULTI_TURN, BfclCase, category_of, read_bfcl
 from fctune.calls.formats.base import Parsed
 from fctune.calls.formats.registry import FORMATS
 from fctune.calls.judge import Judgement
 from fctune.calls.metrics import wilson_interval
 from fctune.data.conversation import Call, Tool
 from fctune.errors import ConfigError, DataError
-from fctune.evaluation.bfcl import to_tool
+from fctune.evaluation.benchmarks.bfcl.cases import CATEGORIES, MULTI_TURN, BfclCase, category_of, read_bfcl
+from fctune.evaluation.benchmarks.bfcl.single_turn import to_tool
+from fctune.evaluation.benchmarks.bfcl.suite import BfclSuite
 from fctune.evaluation.cases import Case as OwnCase
-from fctune.evaluation.cases import read_cases
+from fctune.evaluation.cases import Suite, read_cases
 from fctune.evaluation.score_file import partial_path, score_file
-from fctune.evaluation.suites import BfclSuite, Suite
 from tests.calls.bfcl_wheel import (
     PYTHON_CATEGORIES,
     SOURCE_CATEGORIES,

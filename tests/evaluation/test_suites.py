@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
-from fctune.calls.bfcl.cases import RELEVANCE, SINGLE_TURN, read_bfcl
 from fctune.calls.formats.base import Parsed
 from fctune.calls.formats.registry import FORMATS, get_format
 from fctune.data.conversation import Call
 from fctune.errors import ConfigError, DataError
-from fctune.evaluation.bfcl import to_tool
+from fctune.evaluation.benchmarks import find_suite_files
+from fctune.evaluation.benchmarks.bfcl.cases import RELEVANCE, SINGLE_TURN, read_bfcl
+from fctune.evaluation.benchmarks.bfcl.single_turn import to_tool
+from fctune.evaluation.benchmarks.bfcl.suite import BfclSuite
 from fctune.evaluation.judging import judge_answer
-from fctune.evaluation.suites import BfclSuite, benchmark_of, load_suite
+from fctune.evaluation.suites import benchmark_of, load_suite
 from fctune.generation.engine import Answer
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 from tests.conftest import ROOT
@@ -124,18 +126,18 @@ def test_a_limit_is_of_each_category() -> None:
 
 @needs_wheel
 def test_bfcl_asks_every_single_turn_case_and_says_what_it_leaves_out() -> None:
-    suite = load_suite(SUITES / "bfcl.yaml")
+    suite = load_suite(find_suite_files()["bfcl"])
     counts = Counter(case.category for case in suite.cases)
     assert counts == Counter({name: len(read_bfcl(data_dir(), name)) for name in SINGLE_TURN})
     assert sum(counts.values()) == 3641
     assert {"multi_turn_base", "memory_kv", "web_search_base", "format_sensitivity"} <= suite.not_run.keys()
     assert benchmark_of(suite) == "BFCL v4"
-    assert not load_suite(SUITES / "bfcl.yaml", categories=["live"]).not_run
+    assert not load_suite(find_suite_files()["bfcl"], categories=["live"]).not_run
 
 
 @needs_wheel
 def test_bfcl_gold_is_right_but_for_the_seven_that_the_benchmark_refuses_itself() -> None:
-    suite = load_suite(SUITES / "bfcl.yaml")
+    suite = load_suite(find_suite_files()["bfcl"])
     asked = [case for case in suite.cases if case.expected and not case.category.startswith("simple_java")]
     wrong = [case.id for case in asked if not case.judge(Parsed(case.expected)).is_valid]
     assert len(asked) == 2351
@@ -144,7 +146,7 @@ def test_bfcl_gold_is_right_but_for_the_seven_that_the_benchmark_refuses_itself(
 
 @needs_wheel
 def test_malformed_is_never_right_and_what_the_benchmark_says_is_kept() -> None:
-    suite = load_suite(SUITES / "bfcl.yaml", categories=list(RELEVANCE))
+    suite = load_suite(find_suite_files()["bfcl"], categories=list(RELEVANCE))
     for category, abstains in (("irrelevance", True), ("live_irrelevance", True), ("live_relevance", False)):
         case = next(case for case in suite.cases if case.category == category)
         answers = (Answer(0, "No."), Answer(0, "<tool_call>{"))

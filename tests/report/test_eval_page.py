@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from fctune.calls.formats.registry import FORMATS
+from fctune.evaluation.benchmarks import find_suite_files
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.judging import judge_answer
-from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.evaluation.summary import summarise_run
 from fctune.generation.engine import Answer
 from fctune.report.eval_page import FACETS, make_case, write_eval_html
@@ -208,7 +210,7 @@ def test_evaluations_without_failures_or_answers_have_pages(smoke: Suite, tmp_pa
 
 @needs_wheel
 def test_a_benchmarks_page_has_no_total_and_lists_what_was_not_run(tmp_path: Path) -> None:
-    suite = load_suite(ROOT / "eval" / "suites" / "bfcl.yaml", categories=["simple_python", "multi_turn_base"])
+    suite = load_suite(find_suite_files()["bfcl"], categories=["simple_python", "multi_turn_base"])
     suite = suite.select(limit=3)
     make_page(tmp_path / "bfcl.html", suite, ["<tool_call>{", "No.", "Hello."])
     text = (tmp_path / "bfcl.html").read_text()

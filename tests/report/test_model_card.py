@@ -16,7 +16,8 @@ from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.config.sections.model import ModelConfig
 from fctune.data.template_args import write_template_args
-from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.cases import Suite
+from fctune.evaluation.suites import load_suite
 from fctune.launch.serving import server_options
 from fctune.models.export import Prompting, copy_companions, write_adapter_config
 from fctune.models.sources import read_architecture

@@ -16,8 +16,9 @@ import pytest
 
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.success import SuccessConfig
+from fctune.evaluation.cases import Suite
 from fctune.evaluation.paired import compare_rows
-from fctune.evaluation.suites import Suite, load_suite
+from fctune.evaluation.suites import load_suite
 from fctune.planner.prices import Price, Prices, read_prices
 from fctune.report.run_page import write_run_html
 from fctune.runs.figures import Pricing

@@ -22,9 +22,8 @@ from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.pairs import Pair, PairReader
 from fctune.data.sources import UnreadRow, read_source
 from fctune.errors import ConfigError
-from fctune.evaluation.cases import Case
+from fctune.evaluation.cases import Case, Suite
 from fctune.evaluation.results import ResultsFile, read_rows
-from fctune.evaluation.suites import Suite
 from fctune.generation.engine import Answer, AnswerTokens
 from fctune.report.sample_page import write_sample_html
 from fctune.sampling.pass_rates import choose_ks, estimate_pass_rate, pass_at_k

@@ -17,23 +17,22 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from fctune.calls.bfcl.cases import MULTI_TURN, SINGLE_TURN, BfclCase, read_bfcl
-from fctune.calls.bfcl.checker import language_of
-from fctune.calls.bfcl.judge import SingleTurnJudge
-from fctune.calls.bfcl.overall import AGENTIC
-from fctune.calls.bfcl.prompt_answers import join_tuples
 from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import Judgement, describe_malformed
 from fctune.calls.matching import describe_differences
 from fctune.config.parsing import suggest
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.errors import ConfigError
-from fctune.evaluation.cases import Case
-from fctune.evaluation.multi_turn import MultiTurnCase, open_multi_turn
-
-BFCL = "BFCL v4"
+from fctune.evaluation.benchmarks.bfcl import BENCHMARK
+from fctune.evaluation.benchmarks.bfcl.cases import MULTI_TURN, SINGLE_TURN, BfclCase, read_bfcl
+from fctune.evaluation.benchmarks.bfcl.checker import language_of
+from fctune.evaluation.benchmarks.bfcl.judge import SingleTurnJudge
+from fctune.evaluation.benchmarks.bfcl.multi_turn_cases import open_multi_turn
+from fctune.evaluation.benchmarks.bfcl.overall import AGENTIC
+from fctune.evaluation.benchmarks.bfcl.prompt_answers import join_tuples
+from fctune.evaluation.cases import Case, MultiTurnCase
 
 Mode = Literal["tools", "prompt"]
 """How a model is given the functions: as native tools, or in the leaderboard's own system prompt."""
@@ -68,6 +67,7 @@ class BfclSingleTurnCase(Case):
     """A single-turn question of the leaderboard; ``expected`` holds the first choice of each answer."""
 
     question: BfclCase
+    benchmark_name: ClassVar[str] = BENCHMARK.name
 
     @functools.cached_property
     def _judge(self) -> SingleTurnJudge:
@@ -286,7 +286,7 @@ def _to_case(question: BfclCase) -> BfclSingleTurnCase:
     (turn,) = question.turns
     messages = tuple(Message(message["role"], message["content"]) for message in turn)
     tools = tuple(to_tool(function, question.category) for function in question.functions)
-    prompt = Conversation(messages, tools, f"{BFCL} {question.id}")
+    prompt = Conversation(messages, tools, f"{BENCHMARK.title} {question.id}")
     expected = tuple(map(_first_choice, question.answers))
     return BfclSingleTurnCase(question.id, question.category, prompt, expected, question)
 
@@ -299,7 +299,7 @@ def _to_prompt_case(question: BfclCase, write_prompt: Callable[[Sequence[dict[st
         system, turn = f"{system}\n\n{turn[0]['content']}", turn[1:]
     messages = (Message("system", system), *(Message(message["role"], message["content"]) for message in turn))
     expected = tuple(map(_first_choice, question.answers))
-    prompt = Conversation(messages, (), f"{BFCL} {question.id}")
+    prompt = Conversation(messages, (), f"{BENCHMARK.title} {question.id}")
     return BfclPromptCase(question.id, question.category, prompt, expected, question)
 
 

@@ -33,11 +33,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fctune.calls.bfcl.cases import SIMULATORS, BfclCase
-from fctune.calls.bfcl.checker import BfclVerdict
 from fctune.config.intervals import format_count
 from fctune.data.conversation import Call
 from fctune.errors import ConfigError
+from fctune.evaluation.benchmarks.bfcl.cases import SIMULATORS, BfclCase
+from fctune.evaluation.benchmarks.bfcl.checker import BfclVerdict
 from fctune.parsing.json_reader import ParseError
 from fctune.parsing.python_reader import PythonReader
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-from fctune.calls.bfcl.cases import MULTI_TURN, SINGLE_TURN
+from fctune.evaluation.benchmarks import Measured
+from fctune.evaluation.benchmarks.bfcl.cases import MULTI_TURN, SINGLE_TURN
 
 WEB_SEARCH = ("web_search_base", "web_search_no_snippet")
 MEMORY = ("memory_kv", "memory_vector", "memory_rec_sum")
@@ -37,13 +38,6 @@ NUM_CASES = {
 
 _SIMPLE = ("simple_python", "simple_java", "simple_javascript")
 _LIVE = ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple")
-
-
-class Measured(NamedTuple):
-    """The result of one category: the share of valid answers and the number of cases."""
-
-    accuracy: float
-    num_cases: int
 
 
 def weigh(measured: Mapping[str, Measured]) -> dict[str, Any]:

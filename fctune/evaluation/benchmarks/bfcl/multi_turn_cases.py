@@ -12,38 +12,26 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
-from fctune.calls.bfcl.cases import BfclCase, read_bfcl
-from fctune.calls.bfcl.judge import MultiTurnJudge
-from fctune.calls.bfcl.multi_turn import MAX_TIME_S, SimulatedTools, load_simulators
 from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import Judgement
 from fctune.data.conversation import Call, Message, Tool
 from fctune.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The user's messages that open a turn, and the tools on offer from then on."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
+from fctune.evaluation.benchmarks.bfcl import BENCHMARK
+from fctune.evaluation.benchmarks.bfcl.cases import BfclCase, read_bfcl
+from fctune.evaluation.benchmarks.bfcl.judge import MultiTurnJudge
+from fctune.evaluation.benchmarks.bfcl.multi_turn import MAX_TIME_S, SimulatedTools, load_simulators
+from fctune.evaluation.cases import MultiTurnCase, Turn
 
 
 @dataclass(frozen=True)
-class MultiTurnCase:
-    """A conversation with several user turns, in which the tools answer.
+class BfclMultiTurnCase(MultiTurnCase):
+    """A conversation of the leaderboard; the calls of one answer may take ``max_time_s`` CPU seconds."""
 
-    In each turn the model is queried until it makes no more calls. The conversation ends if it calls in more than
-    ``max_steps`` answers of one turn, or if the calls of one answer take more than ``max_time_s`` CPU seconds.
-    """
-
-    id: str
-    category: str
-    turns: tuple[Turn, ...]
-    max_steps: int
     question: BfclCase
     max_time_s: float = MAX_TIME_S
+    benchmark_name: ClassVar[str] = BENCHMARK.name
 
     @functools.cached_property
     def _judge(self) -> MultiTurnJudge:
@@ -72,6 +60,10 @@ class MultiTurnCase:
         """Judge a conversation that ended without an answer."""
         return self._judge.judge_failure(reason)
 
+    def describe(self) -> list[Any]:
+        """Return the answers, and the simulated classes with their initial state."""
+        return [self.question.answers, self.question.initial_config, self.question.classes]
+
 
 def open_multi_turn(
     data_dir: Path, categories: Sequence[str], to_tool: Callable[..., Tool]
@@ -99,7 +91,7 @@ def open_multi_turn(
     for category in categories:
         for question in read_bfcl(data_dir, category):
             turns = _read_turns(question, sentence, to_tool)
-            cases.append(MultiTurnCase(question.id, category, turns, max_steps, question))
+            cases.append(BfclMultiTurnCase(question.id, category, turns, max_steps, question))
     return tuple(cases), {}
 
 

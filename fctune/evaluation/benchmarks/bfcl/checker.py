@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fctune.calls.bfcl.source_values import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
 from fctune.calls.matching import shorten
 from fctune.config.intervals import format_count
 from fctune.data.conversation import Call
+from fctune.evaluation.benchmarks.bfcl.source_values import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
 
 PYTHON_TYPES: dict[str, type] = {
     "string": str,

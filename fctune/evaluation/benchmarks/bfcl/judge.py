@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from fctune.calls.bfcl.answer_key import AnswerKey
-from fctune.calls.bfcl.cases import BfclCase
-from fctune.calls.bfcl.checker import CallChecker
-from fctune.calls.bfcl.multi_turn import SimulatedTools, check_multi_turn, load_simulators
 from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import BenchmarkVerdict, ErrorKind, Judgement, Outcome, describe_malformed, judge, judge_failure
 from fctune.data.conversation import Call, Tool
+from fctune.evaluation.benchmarks.bfcl.answer_key import AnswerKey
+from fctune.evaluation.benchmarks.bfcl.cases import BfclCase
+from fctune.evaluation.benchmarks.bfcl.checker import CallChecker
+from fctune.evaluation.benchmarks.bfcl.multi_turn import SimulatedTools, check_multi_turn, load_simulators
 
 _VALID = BenchmarkVerdict(True, "")
 

@@ -9,13 +9,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fctune.calls.bfcl.cases import BfclCase
-from fctune.calls.bfcl.checker import SCHEMA_TYPES, language_of, read_source
 from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import ErrorKind, Outcome, classify
 from fctune.calls.matching import assign, is_equal, value_key
 from fctune.data.conversation import Call
 from fctune.data.tool_schema import ToolSet
+from fctune.evaluation.benchmarks.bfcl.cases import BfclCase
+from fctune.evaluation.benchmarks.bfcl.checker import SCHEMA_TYPES, language_of, read_source
 
 # More than any call has arguments: pairs that match completely are preferred to all others.
 _COMPLETE_MATCH_GAIN = 1_000_000

@@ -1,1 +1,0 @@
-"""The Berkeley Function Calling Leaderboard: its cases, and its verdicts."""
