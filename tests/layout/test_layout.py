@@ -121,3 +121,12 @@ def test_a_planted_upward_import_is_found(tmp_path: Path) -> None:
     assert find_upward_imports(tmp_path) == [
         "fctune/data/loader.py imports fctune.training.loop, which is in a higher layer"
     ]
+
+
+def test_only_a_benchmarks_own_folder_imports_it() -> None:
+    folder = ROOT / "fctune" / "evaluation" / "benchmarks"
+    for benchmark in folder.glob("*/__init__.py"):
+        package = f"fctune.evaluation.benchmarks.{benchmark.parent.name}"
+        outside = (f for f in (ROOT / "fctune").rglob("*.py") if not f.is_relative_to(benchmark.parent))
+        named = [f for f in outside if any(f"{m}.".startswith(f"{package}.") for m in imported_modules(f))]
+        assert not named, f"{package} is imported outside its folder: {named}"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fctune.evaluation.benchmarks import Benchmark, Measured
+from fctune.evaluation.benchmarks.bfcl.cases import CATEGORIES, NAME, TITLE, category_of
 
 if TYPE_CHECKING:
     from fctune.evaluation.cases import Suite
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 class Bfcl(Benchmark):
     """The leaderboard as a suite, asked with native tool calling or in its own prompt."""
 
-    name = "bfcl"
-    title = "BFCL v4"
+    name = NAME
+    title = TITLE
     eval_only_options = ("--bfcl-mode",)
 
     def add_eval_options(self, group: argparse._ArgumentGroup) -> None:
@@ -53,7 +54,7 @@ class Bfcl(Benchmark):
         """Return the suite of the categories that are named; ``find`` adds those of the predictions."""
         from fctune.evaluation.benchmarks.bfcl.suite import BfclSuite
 
-        return BfclSuite(arguments.data, arguments.categories, arguments.dots_as_underscores)
+        return BfclSuite(arguments.data, arguments.categories, arguments.dots_as_underscores, plug_in=self)
 
     def load(
         self,
@@ -68,12 +69,10 @@ class Bfcl(Benchmark):
         from fctune.evaluation.benchmarks.bfcl.suite import load_bfcl
 
         data, mode = options.get("bfcl_data"), options.get("bfcl_mode") or "tools"
-        return load_bfcl(settings, where, categories, data, mode, has_plain_names, has_multi_turn)
+        return load_bfcl(settings, where, categories, data, mode, has_plain_names, has_multi_turn, self)
 
     def owns(self, case_id: str) -> bool:
         """Return True for ids such as ``simple_python_12``."""
-        from fctune.evaluation.benchmarks.bfcl.cases import CATEGORIES, category_of
-
         return category_of(case_id) in CATEGORIES
 
     def weigh(self, measured: Mapping[str, Measured]) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from typing import Any
 from fctune.data.conversation import Tool
 from fctune.errors import ConfigError, DataError
 
+NAME = "bfcl"
+TITLE = "BFCL v4"
+
 RELEVANCE = ("irrelevance", "live_irrelevance", "live_relevance")
 SINGLE_TURN = (
     "simple_python",

@@ -18,8 +18,7 @@ from fctune.calls.formats.base import Parsed
 from fctune.calls.judge import Judgement
 from fctune.data.conversation import Call, Message, Tool
 from fctune.errors import ConfigError
-from fctune.evaluation.benchmarks.bfcl import BENCHMARK
-from fctune.evaluation.benchmarks.bfcl.cases import BfclCase, read_bfcl
+from fctune.evaluation.benchmarks.bfcl.cases import NAME, BfclCase, read_bfcl
 from fctune.evaluation.benchmarks.bfcl.judge import MultiTurnJudge
 from fctune.evaluation.benchmarks.bfcl.multi_turn import MAX_TIME_S, SimulatedTools, load_simulators
 from fctune.evaluation.cases import MultiTurnCase, Turn
@@ -31,7 +30,7 @@ class BfclMultiTurnCase(MultiTurnCase):
 
     question: BfclCase
     max_time_s: float = MAX_TIME_S
-    benchmark_name: ClassVar[str] = BENCHMARK.name
+    benchmark_name: ClassVar[str] = NAME
 
     @functools.cached_property
     def _judge(self) -> MultiTurnJudge:

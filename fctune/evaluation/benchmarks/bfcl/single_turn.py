@@ -25,8 +25,7 @@ from fctune.calls.matching import describe_differences
 from fctune.config.parsing import suggest
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.errors import ConfigError
-from fctune.evaluation.benchmarks.bfcl import BENCHMARK
-from fctune.evaluation.benchmarks.bfcl.cases import MULTI_TURN, SINGLE_TURN, BfclCase, read_bfcl
+from fctune.evaluation.benchmarks.bfcl.cases import MULTI_TURN, NAME, SINGLE_TURN, TITLE, BfclCase, read_bfcl
 from fctune.evaluation.benchmarks.bfcl.checker import language_of
 from fctune.evaluation.benchmarks.bfcl.judge import SingleTurnJudge
 from fctune.evaluation.benchmarks.bfcl.multi_turn_cases import open_multi_turn
@@ -67,7 +66,7 @@ class BfclSingleTurnCase(Case):
     """A single-turn question of the leaderboard; ``expected`` holds the first choice of each answer."""
 
     question: BfclCase
-    benchmark_name: ClassVar[str] = BENCHMARK.name
+    benchmark_name: ClassVar[str] = NAME
 
     @functools.cached_property
     def _judge(self) -> SingleTurnJudge:
@@ -286,7 +285,7 @@ def _to_case(question: BfclCase) -> BfclSingleTurnCase:
     (turn,) = question.turns
     messages = tuple(Message(message["role"], message["content"]) for message in turn)
     tools = tuple(to_tool(function, question.category) for function in question.functions)
-    prompt = Conversation(messages, tools, f"{BENCHMARK.title} {question.id}")
+    prompt = Conversation(messages, tools, f"{TITLE} {question.id}")
     expected = tuple(map(_first_choice, question.answers))
     return BfclSingleTurnCase(question.id, question.category, prompt, expected, question)
 
@@ -299,7 +298,7 @@ def _to_prompt_case(question: BfclCase, write_prompt: Callable[[Sequence[dict[st
         system, turn = f"{system}\n\n{turn[0]['content']}", turn[1:]
     messages = (Message("system", system), *(Message(message["role"], message["content"]) for message in turn))
     expected = tuple(map(_first_choice, question.answers))
-    prompt = Conversation(messages, (), f"{BENCHMARK.title} {question.id}")
+    prompt = Conversation(messages, (), f"{TITLE} {question.id}")
     return BfclPromptCase(question.id, question.category, prompt, expected, question)
 
 

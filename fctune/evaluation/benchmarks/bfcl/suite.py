@@ -10,8 +10,8 @@ from typing import Any
 from fctune.config.loading import format_problems
 from fctune.config.parsing import parse_dataclass
 from fctune.errors import ConfigError, DataError
-from fctune.evaluation.benchmarks.bfcl import BENCHMARK
-from fctune.evaluation.benchmarks.bfcl.cases import CATEGORIES, MULTI_TURN, category_of
+from fctune.evaluation.benchmarks import Benchmark
+from fctune.evaluation.benchmarks.bfcl.cases import CATEGORIES, MULTI_TURN, NAME, TITLE, category_of
 from fctune.evaluation.benchmarks.bfcl.prompt_answers import BfclAnswer
 from fctune.evaluation.benchmarks.bfcl.single_turn import (
     Mode,
@@ -31,6 +31,7 @@ class BfclSuite(Suite):
         categories: Categories or groups of them to load at once.
         has_plain_names: Write ``a_b`` for a function ``a.b``, for models that cannot write dots.
         mode: How the model is given the functions.
+        plug_in: The benchmark's plug-in, which weighs the categories; None leaves the overall number out.
 
     Raises:
         ConfigError: A category does not exist, or the wheel, which has the prompt of the mode "prompt", is missing.
@@ -43,6 +44,7 @@ class BfclSuite(Suite):
         categories: Sequence[str] = (),
         has_plain_names: bool = False,
         mode: Mode = "tools",
+        plug_in: Benchmark | None = None,
     ) -> None:
         if not Path(data_dir).is_dir():
             raise DataError(
@@ -51,13 +53,13 @@ class BfclSuite(Suite):
             )
         runnable, not_run = resolve_categories(categories, mode)
         super().__init__(
-            "bfcl",
+            NAME,
             (),
-            BENCHMARK.title,
+            TITLE,
             not_run,
             release=find_release(data_dir),
             call_format=BfclAnswer() if mode == "prompt" else None,
-            plug_in=BENCHMARK,
+            plug_in=plug_in,
         )
         self._mode = mode
         self._data_dir = Path(data_dir)
@@ -112,6 +114,7 @@ def load_bfcl(
     mode: Mode,
     has_plain_names: bool,
     has_multi_turn: bool,
+    plug_in: Benchmark,
 ) -> Suite:
     """Load the suite of a YAML file.
 
@@ -123,13 +126,14 @@ def load_bfcl(
         mode: How the model is given the functions.
         has_plain_names: Write ``a_b`` for a function ``a.b``; the mode "prompt" keeps the dots.
         has_multi_turn: Include the multi-turn categories.
+        plug_in: The benchmark's plug-in.
 
     Raises:
         ConfigError: The settings are invalid, a category does not exist, or the wheel is missing.
         DataError: The data directory is missing or does not have the wheel's layout.
     """
     problems: list[str] = []
-    parsed: _Settings | None = parse_dataclass(_Settings, settings, "bfcl", problems)
+    parsed: _Settings | None = parse_dataclass(_Settings, settings, NAME, problems)
     if problems or parsed is None:
         raise ConfigError(format_problems(where, problems))
     runnable, not_run = resolve_categories(list(categories) or parsed.categories, mode)
@@ -137,7 +141,7 @@ def load_bfcl(
     left_out = {name: "needs several turns, which this command does not run" for name in runnable if name not in run}
     data = data or parsed.data
     suite = BfclSuite(
-        data if data is not None else find_installed_data(), run, has_plain_names and mode == "tools", mode
+        data if data is not None else find_installed_data(), run, has_plain_names and mode == "tools", mode, plug_in
     )
     loaded = suite.with_cases(suite.cases, suite.multi_turn)
     name = Path(where).stem
