@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done; 1: failed check or run; 2: wrong usage, config or input; 74: run that its disk has no room for; 75: run
     stopped; 130: ended by Ctrl-C.
     """
+    is_own_process = argv is None
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["served"]:  # the name of this command until version 0.1
+        argv[0] = "parser-accuracy"
     parser = make_parser()
     if "_ARGCOMPLETE" in read_environment():  # set by the shell while it completes a command line
         import argcomplete
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argcomplete.autocomplete(parser)
     try:
         arguments = _parse(parser, argv)
-        arguments.is_own_process = argv is None
+        arguments.is_own_process = is_own_process
         code: int = arguments.run(arguments)
     except (ConfigError, DataError, CheckpointError) as error:
         print(escape_controls(str(error)), file=sys.stderr)
@@ -90,10 +94,10 @@ def make_parser() -> Parser:
     return parser
 
 
-def _parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     if hasattr(arguments, "overrides"):
-        resolve_config_arguments(arguments, rest, sys.argv[1:] if argv is None else argv)
+        resolve_config_arguments(arguments, rest, argv)
     elif rest:
         getattr(arguments, "command_parser", parser).report_unknown(rest)
     return eval_options.apply_options_file(parser, arguments, argv)

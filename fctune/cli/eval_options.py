@@ -1,4 +1,4 @@
-"""``fctune eval``, ``compare``, ``validate``, ``throughput`` and ``served``: their options, without their imports.
+"""``fctune eval``, ``compare``, ``validate``, ``throughput`` and ``parser-accuracy``: their options, without their imports.
 
 ``python -m eval.tool_calls`` and its siblings are these commands under another name. The modules that do the work
 import torch, so each is imported when its command runs; ``--help`` and wrong usage are answered without it.
@@ -211,12 +211,12 @@ def _add_throughput_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
 
 
-def _add_served_options(parser: argparse.ArgumentParser) -> None:
+def _add_parser_accuracy_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", type=resolve_shipped_path, metavar="DIR", help="model directory, or a run's output directory"
     )
     parser.add_argument("--results", metavar="FILE", help="results of fctune eval for DIR; default: query DIR now")
-    _add_eval_options_of_served(parser)
+    _add_eval_options_of_parser_accuracy(parser)
     for server in _SERVERS:
         variable = f"FCTUNE_{server.upper()}_PYTHON"
         python = read_environment().get(variable) or sys.executable
@@ -253,7 +253,7 @@ def _copy_eval_options(parser: argparse.ArgumentParser, left_out: set[str]) -> N
             parser._add_action(action)
 
 
-def _add_eval_options_of_served(parser: argparse.ArgumentParser) -> None:
+def _add_eval_options_of_parser_accuracy(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``fctune eval`` that choose cases and generation, with a default suite."""
     left_out = {"--model", "--config", "--html", "--propose", "--min-accuracy", "--strict-leaks"}
     _copy_eval_options(parser, left_out)
@@ -323,9 +323,9 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str]]
         _add_throughput_options,
         "fctune.cli.throughput",
     ),
-    "served": (
+    "parser-accuracy": (
         "Measure accuracy as vLLM's and SGLang's own tool-call parsers read a model's answers.",
-        _add_served_options,
+        _add_parser_accuracy_options,
         "fctune.cli.serving_accuracy",
     ),
 }

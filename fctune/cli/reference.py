@@ -69,7 +69,7 @@ def render_command_reference() -> str:
         'Shell completion: `eval "$(register-python-argcomplete fctune)"` in `~/.bashrc` or `~/.zshrc`.',
         "",
         "`python -m eval.tool_calls`, `compare`, `validate`, `throughput` and `serving` are `fctune eval`, `compare`,",
-        "`validate`, `throughput` and `served`.",
+        "`validate`, `throughput` and `parser-accuracy`.",
         "",
         "Generated from the argument parser by `make reference`.",
     ]

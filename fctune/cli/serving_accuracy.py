@@ -1,4 +1,4 @@
-"""Accuracy as served: a model's answers read by vLLM's and SGLang's own parsers; ``fctune served``.
+"""Accuracy as served: a model's answers read by vLLM's and SGLang's own parsers; ``fctune parser-accuracy``.
 
     python -m eval.serving DIR --suite smoke [--vllm-python PATH] [--sglang-python PATH]
     python -m eval.serving DIR --suite synthetic --results FILE     # answers that eval.tool_calls has written

@@ -267,3 +267,14 @@ def test_help_lists_the_row_formats(capsys: pytest.CaptureFixture[str]) -> None:
         main(["data", "check", "--help"])
     output = " ".join(capsys.readouterr().out.split())
     assert all(name in output for name in ("auto", "openai", "sharegpt", "hermes", "glaive", "xlam", "toolace"))
+
+
+def test_the_former_name_of_parser_accuracy_works_and_is_not_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("parser-accuracy", "served"):
+        assert main([name, "no/such"]) == 2
+        assert "no/such: no such directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out
+    assert "parser-accuracy" in listed
+    assert " served " not in listed

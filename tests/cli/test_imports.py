@@ -34,7 +34,7 @@ COMMANDS = [
             "compare",
             "validate",
             "throughput",
-            "served",
+            "parser-accuracy",
             "score bfcl",
             "score calls",
             "report",
@@ -64,7 +64,7 @@ COMMANDS = [
     ("fctune.cli", "compare", "no/such", "no/such"),
     ("fctune.cli", "validate", "no/such"),
     ("fctune.cli", "throughput", "--model", "no/such"),
-    ("fctune.cli", "served", "no/such"),
+    ("fctune.cli", "parser-accuracy", "no/such"),
     ("eval.tool_calls", "--model", "no/such", "--suite", "smoke"),
 ]
 
