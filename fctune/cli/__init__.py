@@ -33,6 +33,7 @@ from fctune.cli import (
 from fctune.cli.parser import Parser, report_interrupt, resolve_config_arguments
 from fctune.config.loading import read_environment
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.launcher_watch import protect_imports
 from fctune.terminal import escape_controls
 
 
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done; 1: failed check or run; 2: wrong usage, config or input; 74: run that its disk has no room for; 75: run
     stopped; 130: ended by Ctrl-C.
     """
+    if argv is None:
+        protect_imports()
     parser = make_parser()
     if "_ARGCOMPLETE" in read_environment():  # set by the shell while it completes a command line
         import argcomplete
