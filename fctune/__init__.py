@@ -9,10 +9,8 @@ def _leave_working_directory() -> None:
 
     A file of a cloned data set, or one that a user has named datasets.py, would be imported instead of a package.
     """
-    if sys.flags.safe_path:
-        return
     # Python has not found the module that it runs yet, so this package is its parent, or imported by its parent.
-    if sys.argv[:1] == ["-m"] and sys.path[:1] == [os.getcwd()]:
+    if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
         del sys.path[0]
     # `tune run recipes/x` without torchrun's options.
     elif sys.argv and sys.argv[0].startswith("recipes.") and sys.path[-1:] == [os.getcwd()]:
