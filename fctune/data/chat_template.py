@@ -11,6 +11,7 @@ from typing import Any
 
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.parsing import suggest_hub_name
+from fctune.data.bounded_process import prepare_processes
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.completeness import CompletenessCheck
 from fctune.data.control_tokens import ControlTokens
@@ -21,7 +22,7 @@ from fctune.data.stop_tokens import find_turn_ends, read_eos_ids
 from fctune.data.supervision import SupervisionConfig
 from fctune.data.template_args import merge_template_args, read_template_args
 from fctune.data.token_offsets import OffsetTokenizer
-from fctune.data.tracing import IN_CONTENT, IN_LAST_CONTENT, TracedTemplate
+from fctune.data.tracing import IN_CONTENT, IN_LAST_CONTENT, TracedTemplate, read_own_templates
 from fctune.data.turns import TurnEnd, TurnPlanner
 from fctune.errors import ConfigError, DataError
 
@@ -48,7 +49,8 @@ class ChatTemplate:
     Raises (at construction):
         ConfigError: There is no tokenizer, or it lacks tokens of the template chosen.
         MissingTemplateError: The tokenizer has no chat template.
-        DataError: The template ignores tools, or its assistant turns cannot be separated from the rest.
+        DataError: The template ignores tools, its assistant turns cannot be separated from the rest, or it exceeds the
+            limits on rendering.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class ChatTemplate:
         # Those recorded in the directory belong to its own template.
         recorded = read_template_args(self.model_dir) if chat_template is None else {}
         self.template_args = merge_template_args(recorded, template_args)
+        if _read_template(self.model_dir, chat_template) not in read_own_templates():
+            prepare_processes()  # while the tokenizer is loaded
         self.tokenizer = load_tokenizer(self.model_dir, chat_template)
         # How errors name the template.
         self._origin = (
@@ -178,7 +182,7 @@ class ChatTemplate:
 
     def _require_tools(self) -> None:
         """Reject a template that prints no tools or no calls; other errors are left to ``_verify``."""
-        if not self._traced.reads_tools:
+        if not self._traced.facts.reads_tools:
             raise DataError(self._describe_ignored_tools())
         try:
             question = self.render(Conversation((Message("user", "Find it."),), (_PROBE_TOOL,)))
@@ -242,12 +246,7 @@ class ChatTemplate:
             text = self.render(conversation)
         except DataError as error:
             raise DataError(f"{self._origin}: {error} (a conversation with {name}).") from None
-        expected = self.tokenizer.apply_chat_template(
-            self._traced.to_messages(conversation),
-            tools=[t.to_openai() for t in conversation.tools] or None,
-            tokenize=False,
-            **self.template_args,
-        )
+        expected = self._traced.render_with_transformers(conversation)
         if text != expected:
             raise DataError(f"{self._origin}: its chat template renders differently when traced; cannot derive masks.")
         return text
@@ -290,6 +289,19 @@ def load_tokenizer(model_dir: Path, chat_template: ChosenTemplate | None = None)
             f"{_OTHER_TEMPLATE}."
         )
     return tokenizer
+
+
+def _read_template(model_dir: Path, chat_template: ChosenTemplate | None) -> str | None:
+    """Return the text of the template that will be used, or None if only the tokenizer's class can tell."""
+    if chat_template is not None:
+        return chat_template.source
+    try:
+        if (file := model_dir / "chat_template.jinja").is_file():
+            return file.read_text(encoding="utf-8")
+        declared = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError):  # reported when the tokenizer is loaded
+        return None
+    return declared if isinstance(declared, str) else None
 
 
 def _load_tokenizer(model_dir: Path) -> Any:

@@ -99,10 +99,18 @@ class ConversationEncoder:
         original = conversation
         if self.supervision.special_tokens_in_content != "keep":
             conversation = self._hide_special_tokens(conversation)
-        is_hidden = conversation is not original
         renderer = SampleRenderer(self.template, self.completeness, self.planner, self.supervision)
         samples = []
         for rendering in renderer.render(conversation):
+            is_hidden = conversation is not original and self.control_tokens.has_formed(rendering.text)
+            if is_hidden and self.supervision.special_tokens_in_content == "fail":
+                raise SpecialTokenError(
+                    f"{self.control_tokens.find_piece(original)}, which the chat template joins with other text to a "
+                    "control token of the tokenizer; set data.special_tokens_in_content=escape to encode it as plain "
+                    "text, or keep to encode it as the control token"
+                )
+            if conversation is not original and not is_hidden:
+                rendering = replace(rendering, text=restore_hidden(rendering.text))
             samples += self._encode_rendering(rendering, is_hidden)
         return samples
 
@@ -149,8 +157,7 @@ class ConversationEncoder:
                 "the chat template renders the answer, or what precedes it, differently once messages follow, so "
                 "results cannot be appended to what was generated; use a model whose template does not"
             )
-        is_hidden = shown is not conversation
-        ids, own = self._to_ids(text, is_hidden), self._to_ids(text[:end], is_hidden)
+        ids, own = (self._to_ids(part, shown is not conversation) for part in (text, text[:end]))
         if ids[: len(own)] != own:
             raise DataError("the tokenizer joins the answer's stop token with what follows")
         return ids[len(own) :]
@@ -160,19 +167,21 @@ class ConversationEncoder:
             return conversation
         return self.control_tokens.hide(conversation)
 
-    def _to_ids(self, text: str, is_hidden: bool) -> list[int]:
-        return self.tokenizer.encode_hidden(text).ids.tolist() if is_hidden else self.tokenizer.ids(text)
+    def _to_ids(self, text: str, has_hidden: bool) -> list[int]:
+        if has_hidden and self.control_tokens.has_formed(text):
+            return self.tokenizer.encode_hidden(text).ids.tolist()
+        return self.tokenizer.ids(restore_hidden(text) if has_hidden else text)
 
     def _hide_special_tokens(self, conversation: Conversation) -> Conversation:
-        if self.supervision.special_tokens_in_content == "escape":
-            return self.control_tokens.hide(conversation)
-        found = self.control_tokens.find(conversation)
+        found = None
+        if self.supervision.special_tokens_in_content == "fail":
+            found = self.control_tokens.find(conversation)
         if found is not None:
             raise SpecialTokenError(
                 f"{found}, a control token of the tokenizer; set data.special_tokens_in_content=escape to encode it as "
                 "plain text, or keep to encode it as the control token"
             )
-        return conversation
+        return self.control_tokens.hide(conversation)
 
     def _encode_rendering(self, rendering: Rendering, is_hidden: bool) -> list[Encoded]:
         """Encode a rendering; a turn whose prompt ends within a token gets a sample of its own."""
