@@ -11,6 +11,7 @@ import ctypes
 import os
 import runpy
 import signal
+import stat
 import sys
 import threading
 import time
@@ -74,6 +75,17 @@ def kill_launcher_later() -> None:
             os.kill(launcher, signal.SIGKILL)
     finally:
         os._exit(0)
+
+
+def release_output() -> None:
+    """Close the pipes of this process's output, so that their readers, such as ``tee``, see its end.
+
+    The kernel keeps them open as long as a thread waits for a disk that does not answer, even after SIGKILL.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        if stat.S_ISFIFO(os.fstat(output).st_mode):  # closing a file may wait for its disk
+            os.dup2(null, output)
 
 
 def _is_launched() -> bool:
