@@ -36,6 +36,7 @@ T = TypeVar("T")
 MAX_CPU_S = 2.0
 MAX_WALL_S = 30.0  # a process that is starved, or that swaps, uses little time of the processor
 MAX_GROWTH_BYTES = 2**29
+_MEMORY_REASON, _MEMORY_CODE = f"it takes more than {MAX_GROWTH_BYTES // 2**20:,} MiB of memory", 3
 _PAGE_BYTES = resource.getpagesize()
 _IMPORTED_FIRST = "transformers.utils.chat_template_utils"
 
@@ -60,7 +61,8 @@ def run_limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     size = int(os.pread(_statm, 64, 0).split(None, 1)[0]) * _PAGE_BYTES
     is_over = False
-    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_GROWTH_BYTES, hard))
+    limit = size + MAX_GROWTH_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     # The default action of both signals ends the process.
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
     signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)
@@ -73,7 +75,7 @@ def run_limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert is_over  # raised here, where no error holds on to what fills the memory
-    raise LimitError(f"it takes more than {MAX_GROWTH_BYTES // 2**20:,} MiB of memory")
+    raise LimitError(_MEMORY_REASON)
 
 
 class BoundedProcess:
@@ -131,6 +133,8 @@ class BoundedProcess:
             if is_done:
                 return value
             raise value
+        if code == _MEMORY_CODE:
+            raise LimitError(_MEMORY_REASON)
         if code == -signal.SIGPROF:
             raise LimitError(f"it takes more than {MAX_CPU_S:.0f} s of computing")
         if code == -signal.SIGALRM:
@@ -154,7 +158,11 @@ class _ForkServer:
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve_forks; _serve_forks()"
         with there:
             self._process = subprocess.Popen(  # in a session of its own: Ctrl-C and Ctrl-Z are for this process
-                [sys.executable, "-P", "-c", code], stdin=there, stdout=subprocess.DEVNULL, start_new_session=True
+                [sys.executable, "-P", "-c", code],
+                stdin=there,
+                stdout=subprocess.DEVNULL,
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # threads that are never used, and are not forked
+                start_new_session=True,
             )
         atexit.register(self._close)
 
@@ -230,6 +238,9 @@ def is_bounded() -> bool:
 def _serve_forks() -> None:
     """Run the fork server: fork, import and end as requested on the socket that is its standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGPROF, signal.SIGALRM):  # which a parent may have ignored or blocked
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGALRM))
     importlib.import_module(_IMPORTED_FIRST)
     control = socket.socket(fileno=os.dup(0))
     while True:
@@ -285,6 +296,8 @@ def _read_requests(connection: Connection, requests: queue.SimpleQueue[Any]) -> 
             requests.put(connection.recv())
     except (EOFError, OSError):
         os._exit(0)
+    except MemoryError:  # the work that is being done has taken all; the request is lost
+        os._exit(_MEMORY_CODE)
     except BaseException as error:
         requests.put((_raise, (error,), {}))
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.parsing import suggest_hub_name
-from fctune.data.bounded_process import prepare_processes
+from fctune.data.bounded_process import LimitError, prepare_processes
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.completeness import CompletenessCheck
 from fctune.data.control_tokens import ControlTokens
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.conversation_encoder import ConversationEncoder, Encoded
+from fctune.data.conversation_encoder import ConversationEncoder, Encoded, make_limit_error
 from fctune.data.reasoning import ReasoningSupport, find_reasoning_support
 from fctune.data.stop_tokens import find_turn_ends, read_eos_ids
 from fctune.data.supervision import SupervisionConfig
@@ -76,20 +76,26 @@ class ChatTemplate:
         backend.no_padding()
         self.source: str = self.tokenizer.get_chat_template(None, [{}])
         try:
+            self._prepare(supervision or SupervisionConfig(), is_chosen=chat_template is not None)
+        except LimitError as error:
+            raise DataError(f"{self._origin}: {make_limit_error(error)}.") from None
+
+    def _prepare(self, supervision: SupervisionConfig, is_chosen: bool) -> None:
+        """Find out how the template works, and make the encoder."""
+        try:
             self._traced = TracedTemplate(self.source, self.tokenizer.special_tokens_map | self.template_args)
         except DataError as error:
             raise DataError(f"{self._origin}: {error}") from None
-        supervision = supervision or SupervisionConfig()
         self.reasoning = self._find_reasoning(supervision)
         self._traced.has_names_in_ids = self._prints_ids_for_names()
-        if chat_template is not None:
+        if is_chosen:
             self.require_tokens()
         self._require_tools()
         special = {t.content: i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         answer_end, call_end = self._find_turn_ends(special)
         self.encoder = ConversationEncoder(
             self._traced,
-            OffsetTokenizer(backend),
+            OffsetTokenizer(self.tokenizer.backend_tokenizer),
             ControlTokens(special),
             CompletenessCheck(self._traced),
             TurnPlanner(self._traced, answer_end, call_end, self.reasoning.switch),
@@ -104,8 +110,15 @@ class ChatTemplate:
 
         Raises:
             DataError: The template rejects the conversation; the error quotes the template's message.
+            TemplateLimitError: It takes too much time or memory.
         """
-        return self._traced.render(conversation, add_generation_prompt=add_generation_prompt)[0]
+        try:
+            return self._traced.render(conversation, add_generation_prompt=add_generation_prompt)[0]
+        except LimitError as error:
+            raise make_limit_error(error) from None
+
+    def _render(self, conversation: Conversation) -> str:
+        return self._traced.render(conversation)[0]
 
     def encode(self, conversation: Conversation) -> list[Encoded]:
         """Encode a conversation as ``ConversationEncoder.encode`` does."""
@@ -175,7 +188,7 @@ class ChatTemplate:
         call = Call("another_probe", {}, id=_PROBE_CALL.calls[0].id)
         asked = Conversation((Message("user", "Find it."), Message("assistant", None, (call,))), (_PROBE_TOOL,))
         try:
-            text = self.render(asked)
+            text = self._render(asked)
         except DataError:
             return False
         return call.name not in text and str(call.id) in text
@@ -185,14 +198,14 @@ class ChatTemplate:
         if not self._traced.facts.reads_tools:
             raise DataError(self._describe_ignored_tools())
         try:
-            question = self.render(Conversation((Message("user", "Find it."),), (_PROBE_TOOL,)))
+            question = self._render(Conversation((Message("user", "Find it."),), (_PROBE_TOOL,)))
         except DataError:
             return
         if not all(word in question for word in _PROBE_WORDS):
             raise DataError(self._describe_ignored_tools())
         if "tool_calls" not in self.source:
             try:
-                text = self.render(_PROBES["a tool and a call"])
+                text = self._render(_PROBES["a tool and a call"])
             except DataError:
                 text = ""
             if text.count(_CALL_WORDS[-1]) < 2:  # the question holds it too
@@ -243,7 +256,7 @@ class ChatTemplate:
 
     def _verify_text(self, name: str, conversation: Conversation) -> str:
         try:
-            text = self.render(conversation)
+            text = self._render(conversation)
         except DataError as error:
             raise DataError(f"{self._origin}: {error} (a conversation with {name}).") from None
         expected = self._traced.render_with_transformers(conversation)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
+from fctune.data.bounded_process import LimitError
 from fctune.data.completeness import CompletenessCheck
 from fctune.data.control_tokens import ControlTokens, restore_hidden
 from fctune.data.conversation import Conversation
@@ -16,9 +20,34 @@ from fctune.data.tracing import TracedTemplate
 from fctune.data.turns import TurnPlanner
 from fctune.errors import DataError
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class SpecialTokenError(DataError):
     """A row contains the text of a special token."""
+
+
+class TemplateLimitError(DataError):
+    """The chat template takes too much time or memory for a row."""
+
+
+def make_limit_error(reason: object) -> TemplateLimitError:
+    """Return the error for a reason such as "it takes more than 30 s"."""
+    return TemplateLimitError(f"the chat template exceeds the limits on rendering: {reason}")
+
+
+def _within_limits(method: Callable[P, T]) -> Callable[P, T]:
+    """Make a method raise ``TemplateLimitError`` for ``LimitError``."""
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except LimitError as error:
+            raise make_limit_error(error) from None
+
+    return run
 
 
 def get_defect_kind(error: DataError) -> str:
@@ -79,6 +108,7 @@ class ConversationEncoder:
     supervision: SupervisionConfig
     reasoning: ReasoningSupport
 
+    @_within_limits
     def encode(self, conversation: Conversation) -> list[Encoded]:
         """Return the training samples of a conversation; each supervised turn has weights in exactly one.
 
@@ -90,8 +120,9 @@ class ConversationEncoder:
         Raises:
             DataError: The template rejects the conversation, does not print a part of it, or prints a call that cannot
                 be read; or a turn does not continue its generation prompt.
-            SpecialTokenError: The conversation contains the text of a special token, and
-                ``special_tokens_in_content`` is fail.
+            SpecialTokenError: The conversation contains the text of a special token, or pieces that the template joins
+                to one, and ``special_tokens_in_content`` is fail.
+            TemplateLimitError: Rendering it takes too much time or memory.
         """
         conversation = self.reasoning.fit(conversation, self.supervision.reasoning, self.supervision.thinking)
         if self.supervision.parallel_calls == "split":
@@ -114,6 +145,7 @@ class ConversationEncoder:
             samples += self._encode_rendering(rendering, is_hidden)
         return samples
 
+    @_within_limits
     def encode_prompt(self, conversation: Conversation) -> list[int]:
         """Return the token ids of a conversation up to the start of the model's answer.
 
@@ -123,6 +155,7 @@ class ConversationEncoder:
         text = self.template.render(prompt, add_generation_prompt=True)[0]
         return self._to_ids(text, prompt is not conversation)
 
+    @_within_limits
     def encode_continuation(self, conversation: Conversation, index: int) -> list[int]:
         """Return the token ids between the model's answer and its next one: those of the tools' results, for example.
 

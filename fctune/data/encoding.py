@@ -24,7 +24,13 @@ from fctune.data.bounded_process import BoundedProcess, LimitError, ProcessDiedE
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
-from fctune.data.conversation_encoder import ConversationEncoder, Encoded, get_defect_kind
+from fctune.data.conversation_encoder import (
+    ConversationEncoder,
+    Encoded,
+    TemplateLimitError,
+    get_defect_kind,
+    make_limit_error,
+)
 from fctune.data.pairs import PAIRS_FORMAT, Pair, PairError, PairReader, encode_pair
 from fctune.data.sources import (
     OVERLONG,
@@ -36,7 +42,6 @@ from fctune.data.sources import (
     scan_source,
 )
 from fctune.data.supervision import SupervisionConfig
-from fctune.data.tracing import TemplateLimitError, describe_excess
 from fctune.errors import DataError
 
 _CHUNK_ROWS = 64  # rows sent to a process at a time
@@ -198,7 +203,7 @@ class ChunkEncoder:
                 on_row(index)
             try:
                 if index in chunk.refused:
-                    raise TemplateLimitError(chunk.refused[index])
+                    raise make_limit_error(chunk.refused[index])
                 samples = self._encode_within(item, counts)
             except PairError as error:
                 defects.append(Defect(row.file, row.line, "", error.kind, str(error)))
@@ -456,8 +461,8 @@ class _Worker:
             part = self.process.receive()
         except LimitError as error:
             if not self._is_loaded:
-                raise DataError(describe_excess(error)) from None
-            self._restart_without_row(describe_excess(error))
+                raise make_limit_error(error) from None
+            self._restart_without_row(str(error))
             return {}
         except ProcessDiedError:
             raise DataError(

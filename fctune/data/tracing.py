@@ -95,10 +95,6 @@ class _ToolJson:
         return text
 
 
-class TemplateLimitError(DataError):
-    """A template exceeds a limit on what it may cost."""
-
-
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
     """Properties of a template's text.
@@ -136,6 +132,7 @@ class TracedTemplate:
 
     Raises (at construction):
         DataError: The template is not valid Jinja.
+        LimitError: Compiling it takes too much time or memory.
     """
 
     def __init__(
@@ -182,7 +179,7 @@ class TracedTemplate:
 
         Raises:
             DataError: The template rejects the conversation; the error quotes the template's message.
-            TemplateLimitError: It takes too much time or memory, or prints too much.
+            LimitError: It takes too much time or memory, or prints too much.
         """
         variables = {**self._variables, **conversation.template_args, **variables}
         variables["add_generation_prompt"] = add_generation_prompt
@@ -224,22 +221,12 @@ def _call_renderer(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
             if _renderer is None or not _renderer.is_own:
                 _renderer = BoundedProcess()
             return _renderer.call(function, *args, **kwargs)
-        except LimitError as error:
-            _renderer = None
-            raise TemplateLimitError(describe_excess(error)) from None
         except ProcessDiedError as error:
-            _renderer = None
             raise DataError(f"the chat template cannot be rendered: {error}") from None
-        except BaseException:
-            if _renderer is not None and _renderer.is_busy:  # interrupted: the answer would be taken for another's
+        finally:
+            if _renderer is not None and _renderer.is_busy:  # ended, or interrupted and with an answer under way
                 _renderer.close()
                 _renderer = None
-            raise
-
-
-def describe_excess(error: LimitError) -> str:
-    """Return the message of a ``TemplateLimitError``."""
-    return f"the chat template exceeds the limits on rendering: {error}"
 
 
 def _read_facts(source: str) -> TemplateFacts:
@@ -258,10 +245,7 @@ def _render_with_transformers(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     given = [tool.to_openai() for tool in tools] or None
-    try:
-        texts, _ = run_limited(render_jinja_template, [messages], given, chat_template=source, **variables)
-    except LimitError as error:
-        raise TemplateLimitError(describe_excess(error)) from None
+    texts, _ = run_limited(render_jinja_template, [messages], given, chat_template=source, **variables)
     return str(texts[0])
 
 
@@ -278,7 +262,7 @@ class _Program:
 
     Raises (at construction):
         DataError: The template is not valid Jinja.
-        TemplateLimitError: To compile it takes too much time or memory.
+        LimitError: Compiling it takes too much time or memory.
     """
 
     def __init__(self, source: str):
@@ -290,8 +274,8 @@ class _Program:
             return
         except jinja2.TemplateError as error:
             reason = f"is not valid Jinja ({error})"
-        except LimitError as error:
-            raise TemplateLimitError(f"its chat template cannot be used: {error}.") from None
+        except LimitError:
+            raise
         except Exception as error:  # such as of recursion, or of a constant expression
             reason = f"cannot be used: {type(error).__name__}: {error}"
         raise DataError(f"its chat template {reason}.")
@@ -309,8 +293,8 @@ class _Program:
         }
         try:
             marked = self._run(self._template.render, inputs)
-        except LimitError as error:
-            raise TemplateLimitError(describe_excess(error)) from None
+        except LimitError:
+            raise
         except jinja2.TemplateError as error:
             reason = str(error).replace(f"{__name__}.{_IndexedMessage.__name__} object", "message")
             raise DataError(f"the chat template rejects it: {reason:.2000}") from None
@@ -319,9 +303,7 @@ class _Program:
         if len(marked) > _MAX_CHARACTERS:
             size = len(pickle.dumps((messages, tools, dict(variables))))
             if len(marked) > max(_MAX_CHARACTERS, _MAX_REPEATED * size):
-                raise TemplateLimitError(
-                    describe_excess(LimitError(f"it prints {len(marked):,} characters of a row of {size:,}"))
-                )
+                raise LimitError(f"it prints {len(marked):,} characters of a row of {size:,}")
         return self._take_markers(marked)
 
     def _compile(self, source: str) -> tuple[jinja2.Template, TemplateFacts]:
