@@ -96,11 +96,12 @@ def _read_tools(given: list[str]) -> tuple[Tool, ...]:
     from fctune.data.sources.tool_file import read_tool_files, read_tool_texts
 
     tools: list[Tool] = []
+    servers = [name for name in given if name.startswith(("http://", "https://"))]
     for name in given:
-        if name.startswith(("http://", "https://")):
-            from fctune.generation.mcp_tools import fetch_mcp_tools
+        if name in servers:
+            from fctune.generation.mcp_tools import choose_mcp_token, fetch_mcp_tools
 
-            pages = fetch_mcp_tools(name, read_environment().get("FCTUNE_MCP_TOKEN") or None)
+            pages = fetch_mcp_tools(name, choose_mcp_token(read_environment().get("FCTUNE_MCP_TOKEN"), name, servers))
             tools += read_tool_texts(pages, [name] * len(pages))
         else:
             tools += read_tool_files([Path(name)])
