@@ -30,7 +30,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm test-serving test-monitoring faults bench configs \
-  bench-gpu real bench-startup test-gpu lint reference docs tiny-base clean
+  bench-gpu real bench-startup test-gpu lint reference docs tiny-base link-recipes clean
 
 setup: $(READY)
 
@@ -42,11 +42,21 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev]'
 	@# BFCL's own checker, which tests compare verdicts with. Its dependencies take 6 GB, and the checker needs none.
 	$(BIN)/python $(PIP) --no-deps bfcl-eval==2026.3.23
-	@# Without torchrun options, `tune run recipes/x` searches site-packages first, where torchtune has its own recipes.
-	@# `tune` imports torchao before fctune, which silences its warning about C++ kernels; so it is silenced here, too.
-	@echo "import os, sys; os.path.isfile(os.path.join(os.getcwd(), 'recipes', 'lora_fc_distributed.py')) and (sys.path.insert(0, os.getcwd()), __import__('logging').getLogger('torchao').setLevel('ERROR'))" \
-	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fctune_recipes.pth"
+	@$(MAKE) --no-print-directory link-recipes
 	@touch $@
+
+# torchtune has a `recipes` package of its own in site-packages, which `tune run recipes/x` must not find. So a folder that
+# holds a link to this clone's recipes, and nothing else, precedes site-packages on the path: a clone's other files, and
+# those of the working directory, hide no package. `tune` imports torchao before fctune, which silences its warning about
+# C++ kernels; so it is silenced here, too. Python may run the line twice.
+define RECIPES_PTH
+import sys; sys.prefix + '/recipes_path' in sys.path or sys.path.insert(next((i for i, p in enumerate(sys.path) if p.endswith('site-packages')), 0), sys.prefix + '/recipes_path'); sys.orig_argv[1:2] and sys.orig_argv[1].endswith('/tune') and __import__('logging').getLogger('torchao').setLevel('ERROR')
+endef
+export RECIPES_PTH
+
+link-recipes:
+	@mkdir -p $(VENV)/recipes_path && ln -sfn "$(CURDIR)/recipes" $(VENV)/recipes_path/recipes
+	@echo "$$RECIPES_PTH" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fctune_recipes.pth"
 
 # SkyPilot has its own environment, because it needs other versions of the same packages; linters of our scripts join it.
 sky: $(SKY_READY)

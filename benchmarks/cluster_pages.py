@@ -16,6 +16,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.kernels import make_table as make_kernel_table
+from benchmarks.planner import make_speed_table
 from fctune.cli import make_parser
 from fctune.cli.parser import resolve_config_arguments
 from fctune.config.intervals import parse_interval
@@ -28,14 +30,21 @@ from fctune.planner.table import print_plan
 from fctune.terminal import Terminal
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/scaling.md", "docs/cluster-demo.md", "docs/clusters.md", "docs/teardown.md")
+PAGES = (
+    "docs/plan.md",
+    "docs/performance.md",
+    "docs/scaling.md",
+    "docs/cluster-demo.md",
+    "docs/clusters.md",
+    "docs/teardown.md",
+)
 BEGIN, END = "<!-- made by python -m benchmarks.cluster_pages: {} -->", "<!-- end -->"
 
 LARGE = "--config configs/qwen2_5_72b_full.yaml --nodes 8 --gpu h100 --rows 3000000 --mean-tokens 1200"
 DEMO = "--config configs/llama3_1_8b_lora.yaml --nodes 2 --gpu h100 --rows 120000 --mean-tokens 800 epochs=1"
 FULL = "--config configs/llama3_1_8b_full.yaml --nodes 2 --gpu h100 --rows 120000 --mean-tokens 800"
 BUDGET = 3000  # GPU-hours of the 72B run
-STARTUP_H, REST_H = 0.5, 1.0  # assumed: download and compilation; acceptance test and evaluation
+REST_H = 1.0  # assumed: acceptance test and evaluation
 PAID_H = 100 / 60  # GPU nodes in the demo: from 0:10 to 1:50
 MONTH_H = 730
 DISK_TIB = 4  # shared filesystem of infra/nebius
@@ -105,10 +114,10 @@ def make_budget() -> str:
     gpus, hours, ends, storage = planned.world_size, planned.hours, planned.hours_range, planned.storage
     assert hours is not None
     assert ends is not None
-    expected, quickest, slowest = (gpus * value for value in (hours, *ends))
-    startup, rest = gpus * STARTUP_H, gpus * REST_H
-    total, most = expected + startup + rest, slowest + startup + rest
-    assert most <= BUDGET, f"{most:,.0f} GPU-hours at the slowest rate, of {BUDGET:,}"
+    startup, rest = gpus * planned.startup.total_s / 3600, gpus * REST_H
+    total, most = gpus * hours + rest, gpus * ends[1] + rest
+    expected, quickest, slowest = (gpus * value - startup for value in (hours, *ends))
+    assert most <= BUDGET, f"{most:,.0f} GPU-hours at the slow end of the range, of {BUDGET:,}"
     saves = ((planned.num_steps or 1) - 1) // (planned.save_steps or 1) + 1
     failures = hours / storage.hours_between_failures
     millions = [
@@ -121,16 +130,16 @@ def make_budget() -> str:
     need = 1024 * math.ceil(storage.total_bytes / 2**30 / 1024 + 0.5)  # with half a TiB to spare
     return f"""| | GPU-hours |
 |---|---|
-| training, at the expected rate | {expected:,.0f} ({quickest:,.0f} to {slowest:,.0f} over the range of rates) |
+| training | {expected:,.0f} ({quickest:,.0f} to {slowest:,.0f} over the plan's range) |
 | of which {saves:,} checkpoints, {storage.stall_s:.2f} s of waiting each, and {failures:.2f} failures expected | \
 {expected * storage.lost_share:,.0f} |
-| start-up, download, compilation: half an hour on {gpus} GPUs, assumed | {startup:,.0f} |
+| start-up: {planned.startup.total_s / 60:.0f} minutes on {gpus} GPUs | {startup:,.0f} |
 | acceptance test before, evaluation after: an hour, assumed | {rest:,.0f} |
-| **total** | **{total:,.0f}; {most:,.0f} at the slowest rate** |
+| **total** | **{total:,.0f}; at most {most:,.0f}** |
 
-So the budget of {BUDGET:,} holds with {BUDGET - most:,.0f} GPU-hours to spare at the slowest rate of the range. It is
-enough for {millions[0]:.1f} million such rows at the expected rate and {millions[1]:.1f} million at the slowest. The
-disk matters as much as the time: a checkpoint has {size:,.0f} GiB and takes {write_min:.0f} minutes at 1 GB/s, of the
+So the budget of {BUDGET:,} holds with {BUDGET - most:,.0f} GPU-hours to spare at the slow end of the range. It is
+enough for {millions[0]:.1f} million such rows as planned and {millions[1]:.1f} million at the slow end. The disk
+matters as much as the time: a checkpoint has {size:,.0f} GiB and takes {write_min:.0f} minutes at 1 GB/s, of the
 {every_min:.0f} minutes between two. Save every {best_min:.0f} minutes, as the plan proposes
 (`checkpoint.every={best_min:.0f}min`), give the filesystem {need / 1024:.0f} TiB (`shared_filesystem_gib = {need}`),
 and measure its rate with `sky/acceptance.yaml` first."""
@@ -151,7 +160,7 @@ def make_demo_cost() -> str:
 | | GPU-hours | USD |
 |---|---|---|
 | GPU nodes from 0:10 to 1:50 | {gpus * PAID_H:.1f} | {gpus * PAID_H * gpu_hour:.2f} |
-| of which training | {gpus * planned.hours:.1f} | {planned.cost.gpus:.2f} |
+| of which start-up and training | {gpus * planned.hours:.1f} | {planned.cost.gpus:.2f} |
 | shared filesystem of {DISK_TIB} TiB, two hours | | {disk:.2f} |
 | CPU nodes, addresses | | not counted |"""
 
@@ -194,11 +203,13 @@ def make_idle_table() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "speeds": make_speed_table,
+    "kernels": make_kernel_table,
     "memory": make_memory_table,
     "72b": lambda: show(LARGE),
     "budget": make_budget,
     "demo cost": make_demo_cost,
-    "demo plan": lambda: show(DEMO, "2 x 8 h100", "fits:", "184 steps", "cost:"),
+    "demo plan": lambda: show(DEMO, "2 x 8 h100", "fits:", "start-up:", "184 steps", "cost:"),
     "gpus": make_gpus_table,
     "idle": make_idle_table,
 }

@@ -36,7 +36,7 @@ def describe(name: str, plan: Plan) -> str:
     assert plan.num_steps is not None
     assert plan.cost is not None
     assert plan.hours is not None
-    nodes, gpus, steps, step_s = plan.request.nodes, plan.request.gpus_per_node, plan.num_steps, plan.time.total_s
+    nodes, gpus, steps, step_s = plan.request.nodes, plan.request.gpus_per_node, plan.num_steps, plan.step_s
     every = plan.save_steps or steps
     saves = (steps - 1) // every
     first = format_duration(min(every, steps) * step_s) + ("" if saves else " (at the end)")

@@ -1,10 +1,10 @@
 """Products, kernels, bytes and microseconds of a compiled step on an H100, counted without a GPU.
 
-    python -m benchmarks.kernels [--json] [--count-only] [--out benchmarks/results/kernels_DATE.json]
+    python -m benchmarks.kernels [--json] [--count-only] [--only WORD] [--out benchmarks/results/kernels_DATE.json]
 
 Products and what backward keeps are counted in one block on the meta device, in the sizes of the shipped configs;
 graphs and kernels are those of torch's compiler for that block (``benchmarks.compiled_blocks``). Times are those of
-``fctune.planner.kernel_times``, which ``fctune plan`` shows too.
+``fctune.planner.speed``, which ``fctune plan`` shows too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.compiled_blocks import count_compiled_block
+from benchmarks.training import ROOT
 from fctune.config.schema import RunConfig
 from fctune.models.architecture import Architecture
 from fctune.models.attention import make_bounds
@@ -32,6 +33,7 @@ from fctune.planner.models import find_architecture
 
 _LORA, _FULL = "configs/llama3_1_8b_lora.yaml", "configs/llama3_1_8b_full.yaml"
 _BENCH = ("adapter.rank=16", "adapter.dropout=0")
+_LONG_ROWS = ("data.seq_len=8192", "activation_checkpointing.policy=block")
 _TOKENS = 512  # of the counted block; everything is by token
 
 
@@ -44,16 +46,17 @@ class Row:
     overrides: tuple[str, ...]
     fraction: float = 0.0
     supervised: float = 0.2
-    pairs: float = 400.0
+    pairs: float = 143.5  # of the rows of ``benchmarks.gpu``
 
 
 ROWS = (
     Row("LoRA rank 16, no dropout", _LORA, _BENCH),
     Row("LoRA rank 16, every token supervised, full rows", _LORA, _BENCH, supervised=1.0, pairs=2_048.0),
+    Row("LoRA rank 16, float8 base", _LORA, (*_BENCH, "adapter.base=float8")),
     Row("LoRA as shipped (rank 64, dropout 0.1)", _LORA, ()),
     Row("LoRA as shipped, half of the blocks checkpointed", _LORA, (), fraction=0.5),
-    Row("full, 8,192 tokens, all blocks checkpointed", _FULL, ("data.seq_len=8192", "precision=bf16"), 1.0),
-    Row("full in float8, the same", _FULL, ("data.seq_len=8192", "precision=float8"), 1.0),
+    Row("full, 8,192 tokens, all blocks checkpointed", _FULL, (*_LONG_ROWS, "precision=bf16"), 1.0),
+    Row("full in float8, the same", _FULL, (*_LONG_ROWS, "precision=float8"), 1.0),
 )
 
 
@@ -100,10 +103,9 @@ def count_block(config: RunConfig, architecture: Architecture) -> dict[str, floa
 def estimate(row: Row, config: RunConfig, architecture: Architecture) -> dict[str, float]:
     """Return microseconds per token by kind of kernel, and tokens per second, on an H100."""
     from fctune.gpus import find_gpu
-    from fctune.planner.kernel_times import estimate_kernel_times
     from fctune.planner.memory import MemoryModel
     from fctune.planner.models import shape_model
-    from fctune.planner.speed import count_flops
+    from fctune.planner.speed import count_flops, estimate_kernel_times
 
     gpu = find_gpu("h100", {})
     memory = MemoryModel(shape_model(config, architecture), config, gpu.memory_bytes, row.supervised)
@@ -115,15 +117,30 @@ def estimate(row: Row, config: RunConfig, architecture: Architecture) -> dict[st
     }
 
 
+def make_table() -> str:
+    """Return the table of estimated microseconds per token by kind of kernel."""
+    kinds = ("products", "recomputed", "adapters", "fused", "attention", "head", "other")
+    lines = [f"| | {' | '.join(kinds)} | tokens/s |", "|---" * (len(kinds) + 2) + "|"]
+    for row in ROWS:
+        config = load_run_config(ROOT / row.config, ["compile=true", *row.overrides])
+        found = estimate(row, config, find_architecture(config.model.path, None, config.model.source)[0])
+        cells = [f"{found[kind]:.1f}" if found[kind] else "-" for kind in kinds]
+        lines.append(f"| {row.name} | {' | '.join(cells)} | {found['tokens_per_s']:,} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Print the counts and times of all rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON line a row")
     parser.add_argument("--count-only", action="store_true", help="no times")
     parser.add_argument("--out", type=Path, help="file for the counts and times of all rows")
+    parser.add_argument("--only", default="", metavar="WORD", help="rows whose name has it")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
     for row in ROWS:
+        if arguments.only not in row.name:
+            continue
         config = load_run_config(row.config, ["compile=true", *row.overrides])
         architecture = find_architecture(config.model.path, None, config.model.source)[0]
         found: dict[str, Any] = {"row": row.name, "block": count_block(config, architecture)}

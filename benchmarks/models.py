@@ -33,6 +33,7 @@ RESULT = ROOT / "benchmarks" / "results" / "models.json"
 GPU_RESULT = ROOT / "benchmarks" / "results" / "gpu.json"
 PAGE = ROOT / "docs" / "supported-models.md"
 README = ROOT / "README.md"
+LIMIT_S = 1800  # of one check of an architecture; minutes are usual where other work runs
 # Lines of the README that enclose the table.
 _BEGIN, _END = "<!-- written by python -m benchmarks.models -->", "<!-- end of the table -->"
 
@@ -56,7 +57,7 @@ def prove(entry: Entry, folder: Path, sets: Path, checks: Sequence[str] = tuple(
     folder.mkdir()
     row: dict[str, Any] = {"model_type": entry.model_type, "models": entry.models}
     try:
-        (found,) = run_ranks(check_alone, 1, entry, folder, sets, tuple(checks))
+        (found,) = run_ranks(check_alone, 1, entry, folder, sets, tuple(checks), timeout_s=LIMIT_S)
     except RuntimeError as error:
         return row | {"outcomes": {"build": _fail(error)}}
     losses = found.pop("losses", {})
@@ -71,7 +72,7 @@ def _compare_ranks(
     """Compare the losses on two ranks with those on one."""
     started = time.perf_counter()
     try:
-        on_ranks = run_ranks(train_on_ranks, 2, entry, folder, sets, is_packed)[0]
+        on_ranks = run_ranks(train_on_ranks, 2, entry, folder, sets, is_packed, timeout_s=LIMIT_S)[0]
     except RuntimeError as error:
         return _fail(error)
     pairs = [pair for name in on_ranks for pair in zip(on_ranks[name], losses[name], strict=False)]

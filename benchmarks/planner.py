@@ -1,6 +1,7 @@
-"""Planned peak memory compared with torch's memory tracker on this project's step.
+"""Planned peak memory compared with torch's memory tracker on this project's step, and planned speed with an H100's.
 
     python -m benchmarks.planner [--only 8b_lora,1b] [--out benchmarks/results/planner_DATE.json]
+    python -m benchmarks.planner --speeds    # the rows of benchmarks/results/gpu.json; shown in docs/plan.md
 
 The tracker (torch.distributed._tools, FSDPMemTracker) runs the recipes' model, layout and step on tensors that have
 shapes and no memory, over a group that sends nothing, and counts every storage: some 10 to 60 seconds a configuration.
@@ -29,11 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.training import ROOT, describe_machine
+from benchmarks.job import Job
+from benchmarks.train_fctune import fctune_config
+from benchmarks.training import RESULTS, ROOT, describe_machine
 from fctune.config.loading import parse_config
 from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalStep, StepTotals
 from fctune.distributed import World
+from fctune.gpus import find_gpu
 from fctune.models import loss
 from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM, materialize_
@@ -45,6 +49,7 @@ from fctune.parallel.sharding import GradientSync, shard_
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import find_architecture, shape_model
+from fctune.planner.speed import count_flops, estimate_step_time
 from fctune.training import step
 from fctune.training.objective import SupervisedObjective
 from fctune.training.prefetch import Inputs, StepData
@@ -266,6 +271,51 @@ def compare(case: Case) -> dict[str, Any]:
     }
 
 
+# Tokens that a token of the benchmark's rows attends to on average: rows of 266 and 301 tokens, encoded as
+# ``benchmarks.gpu_rows`` writes them.
+PAIRS_PER_TOKEN = {"synthetic": 143.5, "dense": 161.2}
+
+
+def read_gpu_results() -> dict[str, Any]:
+    """Return the rows measured on a GPU, by name."""
+    found: dict[str, Any] = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))
+    return found
+
+
+def compare_speeds(results: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return planned and measured tokens per second, without padding, of fctune's training rows on an H100."""
+    gpu, speeds = find_gpu("h100"), {}
+    for name, row in results.items():
+        run = row["tried"][0] if row.get("tokens_per_s") else None
+        if run is None or run["job"]["tool"] != "fctune" or "H100" not in row["device"]["gpu"]:
+            continue
+        job = Job(**run["job"])
+        raw = fctune_config(job, Path("runs"))
+        raw["model"], raw["data"]["sources"] = {"path": "hf:meta-llama/Llama-3.1-8B"}, [{"path": "hf:some/rows"}]
+        problems: list[str] = []
+        config = parse_config(raw, problems)
+        assert config is not None, problems
+        share = run["supervised"] / run["places"]
+        model = shape_model(config, find_architecture(config.model.path)[0])
+        memory = MemoryModel(model, config, gpu.memory_bytes, share)
+        setting = memory.with_accumulation(Setting("none", 1, 1, job.checkpointed, config.micro_batch_size))
+        logits = memory.choose_max_logits(1, 1, job.checkpointed)
+        pairs = PAIRS_PER_TOKEN[job.rows_dir]
+        flops = count_flops(memory, job.checkpointed, share, pairs, logits, setting.micro_batch_size)
+        time = estimate_step_time(memory, gpu, setting, flops, job.rows_a_step, 1)
+        planned = job.rows_a_step * job.seq_len * (1 - run["padding_share"]) / time.total_s
+        speeds[name] = planned, float(run["real_per_s"])
+    return speeds
+
+
+def make_speed_table() -> str:
+    """Return the table of planned and measured speeds for the documentation."""
+    lines = ["| row | planned tokens/s | measured | plan against measurement |", "|---|---|---|---|"]
+    for name, (planned, measured) in compare_speeds(read_gpu_results()).items():
+        lines.append(f"| `{name}` | {planned:,.0f} | {measured:,.0f} | {planned / measured - 1:+.1%} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Compare all cases, each in a separate process, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -273,7 +323,11 @@ def main() -> None:
     parser.add_argument("--one", choices=CASES, help="compare one case in this process and print JSON")
     default = ROOT / "benchmarks" / "results" / f"planner_{datetime.date.today()}.json"
     parser.add_argument("--out", type=Path, default=default, help="results of other cases in it are kept")
+    parser.add_argument("--speeds", action="store_true", help="compare planned speeds with the rows of gpu.json")
     arguments = parser.parse_args()
+    if arguments.speeds:
+        print(make_speed_table())
+        return
     if arguments.one:
         print(json.dumps(compare(CASES[arguments.one])))
         return

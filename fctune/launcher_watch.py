@@ -1,4 +1,6 @@
-"""Ends a rank when its launcher dies; ranks that are left behind train on, or wait half an hour in a rendezvous.
+"""Bonds between a process and those that it starts: they end together, and import nothing from the working directory.
+
+Ranks whose launcher has died would train on, or wait half an hour in a rendezvous.
 
 python -m fctune.launcher_watch RECIPE.py [arguments]     runs a recipe, protected during its imports too
 """
@@ -9,6 +11,7 @@ import ctypes
 import os
 import runpy
 import signal
+import stat
 import sys
 import threading
 import time
@@ -19,6 +22,8 @@ _EVERY_S = 0.5
 _RECORD_S = 5.0  # limit for recording the end, because a disk may hang
 _STUCK_S = 20.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SAFE_PATH = "PYTHONSAFEPATH"
+_GIVEN_SAFE_PATH = os.environ.get(_SAFE_PATH)
 
 
 def end_with_launcher() -> None:
@@ -72,6 +77,17 @@ def kill_launcher_later() -> None:
         os._exit(0)
 
 
+def release_output() -> None:
+    """Close the pipes of this process's output, so that their readers, such as ``tee``, see its end.
+
+    The kernel keeps them open as long as a thread waits for a disk that does not answer, even after SIGKILL.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        if stat.S_ISFIFO(os.fstat(output).st_mode):  # closing a file may wait for its disk
+            os.dup2(null, output)
+
+
 def _is_launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -91,6 +107,21 @@ def set_death_signal(number: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
+def protect_imports() -> None:
+    """Keep the working directory, and a script's, off the import path of every Python that this process starts.
+
+    They would come first, so a file psutil.py of a cloned data set would be executed in its place.
+    """
+    os.environ[_SAFE_PATH] = "1"
+
+
+def user_environment() -> dict[str, str]:
+    """Return the environment variables for a command of the user: without what ``protect_imports`` has set."""
+    variables = dict(os.environ)
+    variables.pop(_SAFE_PATH, None)
+    return variables if _GIVEN_SAFE_PATH is None else variables | {_SAFE_PATH: _GIVEN_SAFE_PATH}
+
+
 def stop_with_parent() -> Callable[[], None] | None:
     """Return a ``preexec_fn`` for processes that get SIGTERM when this one dies, even by SIGKILL; None off Linux."""
     if sys.platform != "linux":
@@ -107,5 +138,6 @@ def stop_with_parent() -> Callable[[], None] | None:
 
 if __name__ == "__main__":
     end_with_launcher()
+    protect_imports()
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

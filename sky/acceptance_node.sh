@@ -13,12 +13,13 @@ shift 2
 export WORLD_SIZE=$((${NUM_NODES:?$usage} * ${DEVICES:?$usage})) LOCAL_WORLD_SIZE=$DEVICES
 export MASTER_ADDR=${MASTER_ADDR:?$usage} MASTER_PORT=${MASTER_PORT:-29400}
 python=${PYTHON:-.venv/bin/python}
+export PYTHONSAFEPATH=1 # no file of this folder is imported instead of a package
 
 pids=()
 trap 'kill -TERM "${pids[@]}" 2>/dev/null' INT TERM
 for ((device = 0; device < DEVICES; device++)); do
   RANK=$((${NODE_RANK:?$usage} * DEVICES + device)) LOCAL_RANK=$device \
-    "$python" -m recipes.cluster_acceptance --config "$config" "output_dir=$out" "$@" &
+    "$python" "$(dirname "$0")/../recipes/cluster_acceptance.py" --config "$config" "output_dir=$out" "$@" &
   pids+=($!)
 done
 

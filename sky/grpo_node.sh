@@ -7,6 +7,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 [ ! -x .venv/bin/tune ] || PATH=$PWD/.venv/bin:$PATH
+export PYTHONSAFEPATH=1 # no file of this folder is imported instead of a package
 
 nodes=${SKYPILOT_NUM_NODES:-1} node=${SKYPILOT_NODE_RANK:-0} gpus=${SKYPILOT_NUM_GPUS_PER_NODE:-0}
 ips=${SKYPILOT_NODE_IPS:-127.0.0.1}

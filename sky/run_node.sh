@@ -14,6 +14,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 [ ! -x .venv/bin/tune ] || PATH=$PWD/.venv/bin:$PATH
+export PYTHONSAFEPATH=1 # no file of this folder is imported instead of a package
 
 config=${CONFIG:?usage: CONFIG=configs/llama3_1_8b_lora.yaml $0 [key=value ...]}
 nodes=${SKYPILOT_NUM_NODES:-${SLURM_NNODES:-${NUM_NODES:-1}}}
@@ -36,7 +37,8 @@ export HF_HOME=${HF_HOME:-$FCTUNE_SHARED/huggingface} FCTUNE_CACHE=${FCTUNE_CACH
 
 # The preflight writes the launch here once all nodes are fit: recipe, output_dir, log, arguments.
 launch=$(mktemp)
-trap 'rm -f "$launch"' EXIT
+imports=$(mktemp -d)
+trap 'rm -rf "$launch" "$imports"' EXIT
 TORCH_CPP_LOG_LEVEL=FATAL python -m fctune.cli preflight --config "$config" --gpus "$gpus" \
   --nodes "$nodes" --node-rank "$node" --address "$head" --port "$port" --launch "$launch" "$@" || exit
 recipe='' output_dir='' log='' arguments=()
@@ -120,6 +122,10 @@ if [ "$node" != 0 ] && [ -n "${SKYPILOT_NODE_RANK:-}" ] && [ -z "${SLURM_JOB_ID:
   sky/preempt.sh --on-signal sky.skylet.skylet > /dev/null 2>&1 &
   stand_in=$!
 fi
+
+# The only modules of this folder that ranks import, also with an image that has recipes of its own.
+ln -s "$PWD/recipes" "$imports/recipes"
+export PYTHONPATH=$imports${PYTHONPATH:+:$PYTHONPATH}
 
 requests=0
 trap 'requests=$((requests + 1))' USR1 TERM INT

@@ -38,6 +38,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the workers of pytest-xdist too, which share the processors
+    # Otherwise each worker would rewrite the tests' assertions again, and each command that they start compile fctune.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     gc.disable()  # until the tests are collected: what they import stays
     os.environ["FCTUNE_CACHE"] = tempfile.mkdtemp(prefix="fctune-tests-")  # of fixtures that tests share
     # A shell starts background jobs with Ctrl-C ignored, and the commands that tests start would inherit that.
@@ -58,7 +61,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    if "PYTEST_XDIST_WORKER" in os.environ and (ranks := sys.modules.get("tests.ranks")):
+    # nohup ignores hang-ups, which the commands that tests start would inherit; a handler is not inherited. Not in
+    # pytest_configure: the workers of pytest-xdist, which run this hook themselves, are to inherit it.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
+    if not session.config.option.collectonly and (ranks := sys.modules.get("tests.ranks")):
         ranks.start_server()
 
 

@@ -5,9 +5,10 @@ from importlib import import_module
 
 for name in (
     *("torch", "torchtune.modules", "transformers", "peft"),
-    *("fctune.training.entry", "fctune.acceptance.run"),
-    *("recipes.lora_fc_distributed", "recipes.full_fc_distributed", "recipes.lora_dpo_distributed"),
-    "recipes.lora_grpo_distributed",
+    *("fctune.training.entry", "fctune.models.torchtune.build"),
+    *("fctune.data.synthetic.pairs", "recipes.cluster_acceptance"),
+    # The four recipes, pytest and hypothesis, which the modules of tests import that ranks find their functions in.
+    *("tests.recipes.recipe_runs", "tests.training.training_runs"),
 ):
     import_module(name)
 

@@ -6,6 +6,7 @@ machine with GPUs they start afresh, since some of these imports look for GPUs, 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -27,19 +28,26 @@ def _make_context() -> Any:
 
 
 context = _make_context()
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def start_server() -> None:
     """Start the server that ranks are forked from, which imports while tests run; nothing on a machine with GPUs.
 
-    There is one server a process, so code under test that starts it first would decide on its imports.
+    There is one server a process, so code under test that starts it first would decide on its imports. It leaves out
+    imports that fail, without a word: it must find ``tests``, although recipes keep the working directory off the path.
     """
     if context.get_start_method() == "forkserver":
-        forkserver.ensure_running()
+        safe_path = os.environ.pop("PYTHONSAFEPATH", None)
+        with contextlib.chdir(ROOT):
+            forkserver.ensure_running()
+        if safe_path is not None:
+            os.environ["PYTHONSAFEPATH"] = safe_path
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 240) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 480) -> list[Any]:
     """Run ``function(world, *arguments)`` on each rank and return the results; raises the first error."""
+    start_server()
     port = find_port()
     with tempfile.TemporaryDirectory() as folder:
         processes = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,7 +229,7 @@ def _find_problems(config: AcceptanceConfig, problems: list[str]) -> None:
     for i, fault in enumerate(config.faults):
         if fault.rank < 0:
             problems.append(f"faults.{i}.rank={fault.rank}: expected 0 or more")
-    if config.training is not None and not Path(config.training.config).is_file():
+    if config.training is not None and not os.path.isfile(config.training.config):
         problems.append(
             f"training.config={config.training.config}: no such file (relative paths start at {Path.cwd()})"
         )

@@ -33,6 +33,7 @@ from fctune.cli import (
 from fctune.cli.parser import Parser, report_interrupt, resolve_config_arguments
 from fctune.config.loading import read_environment
 from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.launcher_watch import protect_imports
 from fctune.terminal import escape_controls
 
 
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stopped; 130: ended by Ctrl-C.
     """
     is_own_process = argv is None
+    if is_own_process:
+        protect_imports()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["served"]:  # the name of this command until version 0.1
         argv[0] = "parser-accuracy"

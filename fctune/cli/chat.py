@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,10 +69,12 @@ def add_commands(commands: Any) -> None:
         action="append",
         default=[],
         metavar="TOOL=COMMAND",
-        help="command that runs a tool: the arguments as JSON on its input, the result on its output; each call is "
-        "confirmed; repeatable",
+        help="command that runs a tool: the arguments as JSON on its input, the result on its output, of "
+        "which 64 KiB are kept; what it leaves running is killed; each call is confirmed; repeatable",
     )
-    chat.add_argument("--exec-timeout", type=float, default=30.0, metavar="SECONDS", help="default: %(default)s")
+    chat.add_argument(
+        "--exec-timeout", type=float, default=30.0, metavar="SECONDS", help="limit of a command; default: %(default)s"
+    )
     add_template_args_argument(chat)
     chat.set_defaults(run=_chat)
 
@@ -82,6 +84,8 @@ def _chat(arguments: argparse.Namespace) -> int:
     if arguments.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens}: expected 1 or more.")
     tools = _read_tools(arguments.tools)
+    if not 0 < arguments.exec_timeout < math.inf:
+        raise ConfigError(f"--exec-timeout {arguments.exec_timeout:g}: expected seconds, more than 0.")
     commands = _read_commands(arguments.exec, {tool.name for tool in tools})
     terminal = _ChatTerminal(Terminal(highlight=False), commands, arguments.exec_timeout, arguments.simulate)
     has_failed = terminal.run(_open(arguments, tools))
@@ -92,11 +96,12 @@ def _read_tools(given: list[str]) -> tuple[Tool, ...]:
     from fctune.data.sources.tool_file import read_tool_files, read_tool_texts
 
     tools: list[Tool] = []
+    servers = [name for name in given if name.startswith(("http://", "https://"))]
     for name in given:
-        if name.startswith(("http://", "https://")):
-            from fctune.generation.mcp_tools import fetch_mcp_tools
+        if name in servers:
+            from fctune.generation.mcp_tools import choose_mcp_token, fetch_mcp_tools
 
-            pages = fetch_mcp_tools(name, read_environment().get("FCTUNE_MCP_TOKEN") or None)
+            pages = fetch_mcp_tools(name, choose_mcp_token(read_environment().get("FCTUNE_MCP_TOKEN"), name, servers))
             tools += read_tool_texts(pages, [name] * len(pages))
         else:
             tools += read_tool_files([Path(name)])
@@ -245,23 +250,9 @@ class _ChatTerminal:
         return None if typed is not None and typed.strip() == "/cancel" else typed
 
     def _execute(self, command: list[str], arguments: Mapping[str, Any]) -> str:
-        try:
-            done = subprocess.run(
-                command,
-                input=json.dumps(arguments),
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=self._timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            result = json.dumps({"error": f"no result within {self._timeout_s:g} s"})
-        except OSError as error:
-            result = json.dumps({"error": f"cannot be started: {error.strerror}"})
-        else:
-            failed = {"error": f"exit code {done.returncode}", "stderr": done.stderr.strip()[-500:]}
-            result = json.dumps(failed) if done.returncode else done.stdout.strip()
+        from fctune.evaluation.chat import run_tool
+
+        result = run_tool(command, arguments, self._timeout_s)
         self._print(f"result: {result}", "dim")
         return result
 

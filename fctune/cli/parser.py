@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
+from fctune.config.components import allow_components
 from fctune.config.key_hints import find_key
 from fctune.config.loading import find_local_copy
-from fctune.config.parsing import apply_override, dump_yaml, parse_yaml, suggest
+from fctune.config.parsing import apply_override, suggest
 from fctune.config.sections.data import DATA_SUFFIXES
 from fctune.config.sections.model import find_template_args_problems
 from fctune.config.shipped import find_shipped_config, list_shipped_configs
+from fctune.config.yaml_text import dump_yaml, parse_yaml
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -67,7 +69,24 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="train on these rows instead of the config's data.sources: files, directories or hf:NAME, as there",
     )
+    add_allow_component_argument(parser)
     parser.set_defaults(command_parser=parser)
+
+
+def add_allow_component_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--allow-component``, which takes effect while the command line is parsed, before any config is read."""
+    parser.add_argument(
+        "--allow-component",
+        action=_AllowComponent,
+        metavar="NAME",
+        help="a package or component that the config may name as _component_, and whose code may be executed, such as "
+        "my_package.MyOptimizer; repeatable; also FCTUNE_ALLOW_COMPONENTS",
+    )
+
+
+class _AllowComponent(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        allow_components([values])
 
 
 def add_template_args_argument(parser: argparse._ActionsContainer) -> None:
@@ -118,7 +137,7 @@ def resolve_config_arguments(arguments: argparse.Namespace, rest: Sequence[str],
         arguments.config = others.pop(0)
     if arguments.config is None and not others:  # CONFIG after the files of --data
         named = [word for word in files if word.endswith((".yaml", ".yml")) or find_shipped_config(word)]
-        arguments.config = next((word for word in named if not Path(word).is_dir()), None)
+        arguments.config = next((word for word in named if not os.path.isdir(word)), None)
         files = [word for word in files if word != arguments.config]
     if others:
         _report_words(arguments.command_parser, others, typed)
@@ -160,7 +179,7 @@ def _is_rows(word: str) -> bool:
 
 
 def _is_override(word: str) -> bool:
-    return word.startswith("~") or ("=" in word and not word.startswith("-") and not Path(word).exists())
+    return word.startswith("~") or ("=" in word and not word.startswith("-") and not os.path.exists(word))
 
 
 def _complete_configs(**_: Any) -> list[str]:

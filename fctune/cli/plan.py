@@ -66,7 +66,7 @@ def add_commands(commands: Any) -> None:
         "--efficiency",
         type=float,
         metavar="X",
-        help="share of the peak rate that a step reaches; default: 0.445, with a range",
+        help="share of the peak rate that a step reaches, if you have measured it; default: a rate for each kernel",
     )
     plan.add_argument(
         "--disk-gb-s", type=float, default=1.0, metavar="X", help="bandwidth of the shared disk; default: %(default)s"
@@ -75,8 +75,24 @@ def add_commands(commands: Any) -> None:
     plan.add_argument(
         "--server-gpus", type=int, metavar="N", help="GPUs of the server in reinforcement; default: those of one node"
     )
-    plan.add_argument("--search", action="store_true", help="also try other numbers of nodes")
-    plan.add_argument("--json", action="store_true", help="print JSON: version 1, bytes and seconds")
+    plan.add_argument(
+        "--download-gb-s",
+        type=float,
+        default=0.25,
+        metavar="X",
+        help="rate of downloads from the hub and the registry; default: %(default)s",
+    )
+    plan.add_argument(
+        "--startup-min", type=float, metavar="X", help="minutes before the first step; default: an estimate by part"
+    )
+    plan.add_argument("--search", action="store_true", help="also try other numbers of nodes, and recommend one")
+    plan.add_argument(
+        "--deadline-hours",
+        type=float,
+        metavar="X",
+        help="with --search: recommend the cheapest number of nodes that is done by then",
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON: version 2, bytes and seconds")
     plan.set_defaults(run=_plan)
 
 
@@ -116,6 +132,9 @@ def _plan(arguments: argparse.Namespace) -> int:
             network_gib=arguments.network_gib,
             egress_gib=arguments.egress_gib,
             server_gpus=arguments.server_gpus,
+            download_gb_s=arguments.download_gb_s,
+            startup_min=arguments.startup_min,
+            deadline_hours=arguments.deadline_hours,
             **({} if rate is None else {"failures_per_gpu_day": rate}),
         )
     )

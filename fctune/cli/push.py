@@ -8,23 +8,32 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
 from fctune.errors import ConfigError
 from fctune.files import write_atomically
+from fctune.terminal import escape_controls
 
 if TYPE_CHECKING:
+    from fctune.launch.hub import Upload
     from fctune.runs.record import RunRecord
+
+_NUM_SKIPPED_SHOWN = 10
 
 
 def add_commands(commands: Any) -> None:
     """Add ``fctune push`` to the command-line parser."""
     push = commands.add_parser(
-        "push", help="upload a run's export and its model card to the Hugging Face hub, with the token in HF_TOKEN"
+        "push",
+        help="upload a run's export and its model card to the Hugging Face hub, with the token in HF_TOKEN",
+        description="Upload a run's export and its model card to the Hugging Face hub, with the token in HF_TOKEN. "
+        "Only the files of an export are uploaded; they are listed first, and the upload is confirmed.",
     )
     push.add_argument("model", metavar="PATH", help="a run's output directory, a model directory or an adapter")
     push.add_argument("name", metavar="OWNER/NAME", help="the repository; created if it does not exist")
     push.add_argument("--public", action="store_true", help="create a public repository; default: private")
     push.add_argument("--revision", metavar="BRANCH", help="default: main")
+    push.add_argument("--yes", action="store_true", help="upload what is listed without asking; needed in scripts")
     push.add_argument(
         "--print-card", action="store_true", help="print the model card, and neither write nor upload anything"
     )
@@ -32,7 +41,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _push(arguments: argparse.Namespace) -> int:
-    from fctune.launch.hub import find_export, find_local_base, push
+    from fctune.launch.hub import find_export, find_local_base, find_visibility, plan_upload, push
     from fctune.report.model_card import FILE_NAME, WRITTEN_BY, make_model_card
     from fctune.runs.results import find_accuracies
 
@@ -45,20 +54,75 @@ def _push(arguments: argparse.Namespace) -> int:
         return 0
     path = export / FILE_NAME
     try:
-        if not path.exists() or WRITTEN_BY in path.read_text(encoding="utf-8"):
-            write_atomically(path, card)
+        is_ours = not path.exists() or WRITTEN_BY in path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        remedy = "Make it writable, or remove it."
-        raise ConfigError(f"{path}: the model card cannot be read or written ({error}). {remedy}") from None
+        raise _unusable_card(path, error) from None
+    environment = read_environment()
+    upload = plan_upload(export, card if is_ours else None)
+    visibility = find_visibility(arguments.name, environment)
+    _list(upload, arguments.name, visibility, arguments.public)
     if (base := find_local_base(export)) is not None:
-        print(
+        _note(
             f"The base is published as {Path(base).resolve().name}, without its path. So that others can load the "
             f"adapter, set base_model_name_or_path in {export}/adapter_config.json to the base's name on the hub, and "
-            "push again.",
-            file=sys.stderr,
+            "push again."
         )
-    print(push(arguments.model, arguments.name, not arguments.public, arguments.revision, read_environment()))
+    if not arguments.yes and not _confirm(arguments.name):
+        _note("Nothing was uploaded.")
+        return 1
+    if is_ours:
+        try:
+            write_atomically(path, card)
+        except OSError as error:
+            raise _unusable_card(path, error) from None
+    print(push(upload, arguments.name, not arguments.public, arguments.revision, environment))
     return 0
+
+
+def _list(upload: Upload, name: str, visibility: str, is_made_public: bool) -> None:
+    """Print where the files go, each with its size, and what stays behind."""
+    from rich.filesize import decimal
+
+    if visibility == "public":
+        _note(f"{name} is an existing PUBLIC repository: anyone can download what is uploaded.")
+    elif visibility == "private":
+        _note(f"{name} is an existing private repository" + (", and stays private." if is_made_public else "."))
+    else:
+        _note(f"{name} will be created as a {'PUBLIC' if is_made_public else 'private'} repository.")
+    sizes = upload.sizes()
+    width = max(map(len, sizes))
+    for file, size in sizes.items():
+        _note(f"  {file:<{width}}  {decimal(size):>10}")
+    _note(f"{format_count(len(sizes), 'file')}, {decimal(sum(sizes.values()))}.")
+    if upload.skipped:
+        others = ", ".join(upload.skipped[:_NUM_SKIPPED_SHOWN])
+        more = len(upload.skipped) - _NUM_SKIPPED_SHOWN
+        _note(f"Not part of an export, not uploaded: {others}" + (f" and {more} more." if more > 0 else "."))
+
+
+def _confirm(name: str) -> bool:
+    """Ask at the terminal.
+
+    Raises:
+        ConfigError: There is no terminal.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"{name}: not confirmed, so nothing was uploaded: standard input is not a terminal. Check the list above, "
+            "then repeat the command with --yes."
+        )
+    print("Upload? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _note(line: str) -> None:
+    """Print to standard error; standard output holds the commit's URL alone."""
+    print(escape_controls(line), file=sys.stderr)
+
+
+def _unusable_card(path: Path, error: Exception) -> ConfigError:
+    remedy = "Make it writable, or remove it."
+    return ConfigError(f"{path}: the model card cannot be read or written ({error}). {remedy}")
 
 
 def _require_repository_name(name: str) -> None:

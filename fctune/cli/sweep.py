@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from fctune.cli.parser import add_allow_component_argument
 from fctune.config.intervals import format_count
 from fctune.errors import Interrupted
 from fctune.terminal import Terminal, print_full_width
@@ -31,6 +32,7 @@ def add_commands(commands: Any) -> None:
     sweep.add_argument("sweep", metavar="SWEEP", type=Path, help="YAML file of the sweep")
     sweep.add_argument("--dry-run", action="store_true", help="check the sweep and list its runs; start nothing")
     sweep.add_argument("--retry-failed", action="store_true", help="give runs that failed their attempts once more")
+    add_allow_component_argument(sweep)
     sweep.set_defaults(run=_sweep)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from fctune.config.parsing import suggest
@@ -23,9 +24,9 @@ def read_chat_template(name: str) -> str:
     """
     shipped = list_shipped_templates()
     path = shipped.get(name, Path(name))
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ConfigError(f"{name}: a directory; expected a Jinja file, or one of {', '.join(shipped)}")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
             f"{name}: no such file, and no template of that name{suggest(name, shipped)} "
             f"(known: {', '.join(shipped)}; relative paths start at {Path.cwd()})"

@@ -1,4 +1,8 @@
-"""Components that a config names by import path (``_component_: torch.optim.AdamW``)."""
+"""Components that a config names by import path (``_component_: torch.optim.AdamW``).
+
+To import a module is to execute it, and configs are passed around. So a config may only name components of the packages
+below; others must be allowed by whoever starts the run.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,28 @@ import ast
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fctune.config.fields import Range
-from fctune.config.parsing import suggest
+from fctune.config.parsing import shorten, suggest
+from fctune.errors import ConfigError
 
 _OPTIMIZERS = "torch.optim"
+_ALLOWED = (_OPTIMIZERS, "torchao.optim", "torchtune", "bitsandbytes")
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+", re.ASCII)
+
+ALLOW_COMPONENTS = "FCTUNE_ALLOW_COMPONENTS"
+"""Environment variable with further packages, modules or components, separated by commas; ranks inherit it."""
 
 # Arguments that select an implementation of the same update. A component without the choice is called without them, so
 # that a config stays valid when an override changes its optimizer.
 _IMPLEMENTATION_ARGUMENTS = ("fused", "foreach")
+_MAX_UNKNOWN = 50  # unknown arguments that are reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +54,11 @@ def resolve_component(spec: Mapping[str, Any]) -> tuple[Callable[..., Any], dict
     """Import the callable that ``_component_`` names; returns it and its keyword arguments.
 
     ``fused`` and ``foreach`` are left out for a component that does not take them.
+
+    Raises:
+        ConfigError: The component is not allowed.
     """
-    component = _import_component(str(spec["_component_"]))
+    component = _import_component(spec["_component_"])
     accepted = _list_parameters(component)
     return component, {
         key: value
@@ -57,9 +73,11 @@ def find_argument_problems(spec: Mapping[str, Any], where: str) -> list[str]:
     The signature of an optimizer in ``torch.optim`` is read from torch's source, which is much faster than importing
     torch; any other component is imported.
     """
-    path = str(spec["_component_"])
+    path = spec["_component_"]
+    key = f"{where}._component_={shorten(path)}"
+    if problem := _find_path_problem(path):
+        return [f"{key}: {problem}"]
     module, _, name = path.rpartition(".")
-    key = f"{where}._component_={path}"
     parameters: list[str] | None = None
     if module == _OPTIMIZERS and (sources := _read_optimizer_sources()):
         if name not in sources:
@@ -69,21 +87,74 @@ def find_argument_problems(spec: Mapping[str, Any], where: str) -> list[str]:
     if parameters is None:
         try:
             parameters = _list_parameters(_import_component(path))
-        except (ImportError, AttributeError, ValueError) as error:
+        except (ImportError, AttributeError, ValueError, ConfigError) as error:
             return [f"{key}: cannot be imported ({error}); expected e.g. torch.optim.AdamW"]
         if parameters is None:
             return []
-    return [
+    unknown = [name for name in spec if name not in ("_component_", *_IMPLEMENTATION_ARGUMENTS, *parameters)]
+    more = [f"{where}: {len(unknown) - _MAX_UNKNOWN:,} more such arguments"] if len(unknown) > _MAX_UNKNOWN else []
+    problems = [
         f"{where}.{argument}: {name} takes no such argument"
         + (suggest(argument, parameters, f"{where}.") or f"; drop it with ~{where}.{argument}")
-        for argument in spec
-        if argument not in ("_component_", *_IMPLEMENTATION_ARGUMENTS) and argument not in parameters
+        for argument in map(shorten, unknown[:_MAX_UNKNOWN])
     ]
+    return problems + more
+
+
+def allow_components(names: Sequence[str]) -> None:
+    """Allow components beyond the known packages, for this process and those that it starts.
+
+    Args:
+        names: Packages, modules or components, such as ``my_optimizers`` or ``my_optimizers.Lion``.
+
+    Raises:
+        ConfigError: A name is not an import path.
+    """
+    for name in names:
+        if not _IMPORT_PATH.fullmatch(f"{name}.x"):
+            raise ConfigError(
+                f"--allow-component {name}: expected a package or component, such as my_package.MyOptimizer."
+            )
+    if names:
+        os.environ[ALLOW_COMPONENTS] = ",".join([*_list_allowed()[len(_ALLOWED) :], *names])
+
+
+def _list_allowed() -> list[str]:
+    further = (name.strip() for name in os.environ.get(ALLOW_COMPONENTS, "").split(","))
+    return [*_ALLOWED, *(name for name in further if name)]
+
+
+def _is_within(path: str, roots: Sequence[str]) -> bool:
+    return any(path == root or path.startswith(f"{root}.") for root in roots)
+
+
+def _find_path_problem(path: Any) -> str | None:
+    """Return why a component may not be imported; None if it may."""
+    if not isinstance(path, str) or not _IMPORT_PATH.fullmatch(path):
+        return "not an import path; expected e.g. torch.optim.AdamW"
+    if _is_within(path, _list_allowed()):
+        return None
+    return (
+        f"not imported, because a config may only name components of {', '.join(_ALLOWED)}. If you trust its code, "
+        f"pass --allow-component {path}, or set {ALLOW_COMPONENTS}={path}"
+    )
 
 
 def _import_component(path: str) -> Callable[..., Any]:
+    """Import an allowed component.
+
+    Raises:
+        ConfigError: It is not allowed, or another package's, which an allowed module only imports.
+    """
+    if problem := _find_path_problem(path):
+        raise ConfigError(f"_component_={shorten(path)}: {problem}.")
     module, _, name = path.rpartition(".")
     component: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    home, allowed = getattr(component, "__module__", None) or "", _list_allowed()
+    if not callable(component):
+        raise ConfigError(f"{path} cannot be called")
+    if not _is_within(home, allowed) and not _is_within(path, allowed[len(_ALLOWED) :]):
+        raise ConfigError(f"it is {home}.{getattr(component, '__qualname__', name)}, which is not allowed")
     return component
 
 

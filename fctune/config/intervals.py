@@ -10,6 +10,7 @@ from typing import Any
 NEVER = 0
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_MAX_CHARS = 18  # of an interval, whose number 64 bits hold
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|%)")
 
 
@@ -58,9 +59,11 @@ def parse_interval(value: int | str) -> Interval:
         if value < 0:
             raise ValueError("expected 0 (never) or more steps")
         return Interval(steps=value)
-    if value.strip().isdigit():
+    value = value.strip()
+    is_short = len(value) <= _MAX_CHARS
+    if is_short and value.isdigit():
         return Interval(steps=int(value))
-    found = _PATTERN.fullmatch(value.strip())
+    found = _PATTERN.fullmatch(value) if is_short else None
     if found is None:
         raise ValueError("expected steps (500), a time (90s, 10min, 2h), a share of the run (5%), or 0 for never")
     number, unit = float(found[1]), found[2]

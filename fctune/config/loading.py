@@ -13,10 +13,15 @@ import yaml
 from fctune.config.composition import EXTENDS, Composition
 from fctune.config.intervals import format_count
 from fctune.config.key_hints import find_key
-from fctune.config.parsing import parse_dataclass, parse_yaml
+from fctune.config.parsing import parse_dataclass, shorten
 from fctune.config.schema import RunConfig
 from fctune.config.shipped import find_shipped_config, list_shipped_configs, resolve_shipped_path
+from fctune.config.yaml_text import MAX_CHARS, parse_yaml
 from fctune.errors import ConfigError
+
+_MAX_PROBLEMS = 100  # in a report
+_MAX_PROBLEM_CHARS = 1000
+_MAX_FILES = 50
 
 
 def load_config(
@@ -69,18 +74,20 @@ def _add_file(composition: Composition, path: Path, chain: list[Path]) -> None:
     chain = [*chain, path]
     if path.resolve() in [file.resolve() for file in chain[:-1]]:
         raise ConfigError(f"{path}: extends itself ({' -> '.join(map(str, chain))}); remove one {EXTENDS}.")
+    if max(len(chain), len(composition.files)) > _MAX_FILES:
+        raise ConfigError(f"{chain[0]}: extends more than {_MAX_FILES} files; merge some of them.")
     raw = read_yaml_mapping(path)
     names = raw.pop(EXTENDS, None)
     names = [] if names is None else names if isinstance(names, list) else [names]
     for name in names:
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"{path}: {EXTENDS}={name!r}: expected a file, or a list of files.")
+            raise ConfigError(f"{path}: {EXTENDS}={shorten(repr(name))}: expected a file, or a list of files.")
         try:
             base = _find_file(path.parent / name)
         except ConfigError as error:
             base = find_shipped_config(name) or Path()
             if not base.is_file():
-                raise ConfigError(f"{path}: {EXTENDS}={name}: {error}") from None
+                raise ConfigError(f"{path}: {EXTENDS}={shorten(name)}: {error}") from None
         _add_file(composition, base, chain)
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     composition.add_layer(raw, str(shown))
@@ -104,10 +111,11 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping.
 
     Raises:
-        ConfigError: The file cannot be read, is not YAML, or holds something else.
+        ConfigError: The file cannot be read, is not YAML, is too large, or holds something else.
     """
     try:
-        raw = parse_yaml(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:  # no more than is refused, of a file that never ends
+            raw = parse_yaml(file.read(MAX_CHARS + 1))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -118,9 +126,11 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 def format_problems(where: str, problems: Sequence[str]) -> str:
-    """Format a report: the file and the number of problems, then a line for each."""
+    """Format a report: the file and the number of problems, then a line for each of the first hundred."""
     count = format_count(len(problems), "problem")
-    return f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems)
+    lines = [f"  {shorten(problem, _MAX_PROBLEM_CHARS)}" for problem in problems[:_MAX_PROBLEMS]]
+    lines += [f"  and {len(problems) - _MAX_PROBLEMS:,} more"] if len(problems) > _MAX_PROBLEMS else []
+    return f"{shorten(where, _MAX_PROBLEM_CHARS)}: {count}\n" + "\n".join(lines)
 
 
 def read_environment() -> dict[str, str]:
@@ -147,19 +157,21 @@ def find_config(path: str | Path) -> Path:
 def find_local_copy(name: str | Path) -> Path | None:
     """Return the file of this directory that a shipped config's name stands for, such as ``config cp`` writes."""
     shipped = find_shipped_config(str(name)) if Path(name).parent == Path() else None
-    is_copy = shipped is not None and not Path(name).is_file() and Path(shipped.name).is_file()
+    is_copy = shipped is not None and not os.path.isfile(name) and Path(shipped.name).is_file()
     return Path(shipped.name) if is_copy and shipped is not None else None
 
 
 def _find_file(path: str | Path) -> Path:
     """Find a config by its path, or by its name if it is a shipped one."""
     found = Path(path)
-    if found.is_file():
+    if os.path.isfile(found):
         return found
     if (shipped := find_shipped_config(str(path))) is not None:
         return shipped
-    local = {file.name for file in found.parent.glob("*.yaml")}
+    local = {file.name for file in found.parent.glob("*.yaml")} if os.path.isdir(found.parent) else set()
     near = local | {file.stem for file in list_shipped_configs() if file.name not in local}
     close = difflib.get_close_matches(found.name, sorted(near), n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(close)}?" if close else "."
-    raise ConfigError(f"{path}: no such config file{hint} `fctune config ls` lists the configs that come with fctune.")
+    raise ConfigError(
+        f"{shorten(str(path))}: no such config file{hint} `fctune config ls` lists the configs that come with fctune."
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import types
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ import yaml
 
 from fctune.config.fields import find_value_problems, join_key
 from fctune.config.intervals import IsInterval
+from fctune.config.yaml_text import parse_yaml
 
 # OWNER/NAME of the hub, also with :CONFIG:SPLIT or @REVISION, but no name of a data file.
 _HUB_NAME = re.compile(
@@ -26,41 +28,10 @@ _HUB_NAME = re.compile(
 )
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with the numbers of YAML 1.2: ``2e-4`` is a float, not text."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what ``_Loader`` reads: text such as ``2e-4`` is quoted."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Write a value that occurs twice in full each time."""
-        return True
-
-
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+"),
-        list("-+0123456789."),
-    )
-
-
-def parse_yaml(text: str) -> Any:
-    """Parse a YAML document to plain values.
-
-    Raises:
-        yaml.YAMLError: The text is not YAML.
-    """
-    return yaml.load(text, _Loader)
-
-
-def dump_yaml(value: Any, is_inline: bool = False) -> str:
-    """Write plain values as YAML that ``parse_yaml`` reads back; ``is_inline``: on one line, without a line break."""
-    text = yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=is_inline or None
-    )
-    return text.removesuffix("\n...\n").removesuffix("\n") if is_inline else text
+_MAX_TEXT = 4096  # characters of a path on Linux, and more than any name
+_MAX_SHOWN = 200  # characters of a wrong value
+_MAX_UNKNOWN = 50  # unknown keys of a section that are reported
+_MAX_PARTS = 50  # of a dotted key
 
 
 def apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> None:
@@ -70,11 +41,14 @@ def apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> N
     if not equals or not key:
         problems.append(f"{override}: not an override; write key=value, a.b=value, or ~key to drop one")
         return
-    *parents, last = key.split(".")
+    *parents, last = key.split(".", _MAX_PARTS)
+    if "." in last:
+        problems.append(f"{shorten(override)}: more than {_MAX_PARTS} levels; no key is as deep")
+        return
     node: Any = raw
     for parent in parents:
-        if isinstance(node, list) and parent.isdigit() and int(parent) < len(node):
-            node = node[int(parent)]
+        if isinstance(node, list) and (index := parse_index(parent)) is not None and index < len(node):
+            node = node[index]
         elif isinstance(node, dict):
             if node.get(parent) is None:
                 node[parent] = {}
@@ -87,8 +61,8 @@ def apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> N
     except yaml.YAMLError as error:
         problems.append(f"{override}: value is not YAML: {' '.join(str(error).split())}")
         return
-    if isinstance(node, list) and last.isdigit() and int(last) < len(node):
-        node[int(last)] = value
+    if isinstance(node, list) and (index := parse_index(last)) is not None and index < len(node):
+        node[index] = value
     elif isinstance(node, dict):
         if drop:
             node.pop(last, None)
@@ -96,6 +70,18 @@ def apply_override(raw: dict[str, Any], override: str, problems: list[str]) -> N
             node[last] = value
     else:
         problems.append(f"{override}: {last} is neither a key of a mapping nor an index of a list")
+
+
+def parse_index(word: str) -> int | None:
+    """Return the index that a part of a dotted key is; None for another word."""
+    return int(word) if word.isascii() and word.isdigit() and len(word) < 10 else None
+
+
+def shorten(value: Any, max_chars: int = _MAX_SHOWN) -> str:
+    """Return a value as a message shows it: text as it is, others as Python writes them; the middle may be left out."""
+    text = value if isinstance(value, str) else repr(value)
+    half = max_chars // 2
+    return text if len(text) <= max_chars else f"{text[:half]} ... {text[-half:]} ({len(text):,} characters)"
 
 
 @dataclass(slots=True)
@@ -139,16 +125,21 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], context: _
     if not isinstance(raw, dict):
         meant = context.find_key(where)
         close = f"; did you mean {meant}?" if meant and meant != where else ""
-        problems.append(f"{where}: expected a mapping with the keys {', '.join(names)}, got {raw!r}{close}")
+        problems.append(
+            f"{where}: expected a mapping with the keys {', '.join(names)}, got {shorten(repr(raw))}{close}"
+        )
         return None
     hints = get_type_hints(cls, include_extras=True)
     uncertain: set[str] = set()  # fields without a right value, and those that an unknown key may be meant for
-    for key in raw:
-        if key not in names:
-            meant = context.find_key(join_key(where, str(key)))
-            close = f"; did you mean {meant}?" if meant else suggest(str(key), names, join_key(where, ""))
-            problems.append(f"{join_key(where, key)}: unknown key{close}")
-            uncertain |= set(_find_near(str(key), names))
+    unknown = [key for key in raw if key not in names]
+    for key in unknown[:_MAX_UNKNOWN]:
+        word = shorten(str(key))
+        meant = context.find_key(join_key(where, word))
+        close = f"; did you mean {meant}?" if meant else suggest(word, names, join_key(where, ""))
+        problems.append(f"{join_key(where, word)}: unknown key{close}")
+        uncertain |= set(_find_near(word, names))
+    if num_more := len(unknown[_MAX_UNKNOWN:]):
+        problems.append(f"{where or 'the config'}: {num_more:,} more unknown keys")
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
@@ -189,6 +180,9 @@ def _check_section(cls: type[Any], values: dict[str, Any], where: str, uncertain
         cls(**values).check(where, found)
     except TypeError:
         return []  # a required value is wrong, which has been reported
+    except OSError as error:  # a path that the system cannot look up, such as one with a name of 300 characters
+        key = next((name for name, value in values.items() if value and str(value) in str(error.filename)), "")
+        found.append(f"{join_key(where, key) if key else where}={shorten(str(error.filename))}: {error.strerror}")
     pattern = re.compile("|".join(rf"\b{name}\b" for name in sorted(uncertain)) or r"\Z.")
     return [problem for problem in found if not pattern.search(problem)]
 
@@ -221,18 +215,18 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str], context
             value = word  # YAML 1.1 reads both words as booleans
         if value not in args or isinstance(value, bool) != isinstance(args[0], bool):
             close = suggest(str(value), [str(a) for a in args], "")
-            problems.append(f"{where}={value!r}: expected one of {', '.join(map(str, args))}{close}")
+            problems.append(f"{where}={shorten(repr(value))}: expected one of {', '.join(map(str, args))}{close}")
         return value
     if origin is list:
         if not isinstance(value, list):
-            problems.append(f"{where}={value!r}: expected a list")
+            problems.append(f"{where}={shorten(repr(value))}: expected a list")
             return None
         return [_parse_value(args[0], item, f"{where}.{i}", problems, context) for i, item in enumerate(value)]
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, where, problems, context)  # type: ignore[arg-type]
     if origin is dict:
         if not isinstance(value, dict):
-            problems.append(f"{where}={value!r}: expected a mapping")
+            problems.append(f"{where}={shorten(repr(value))}: expected a mapping")
             return {}
         return dict(value)
     return _parse_scalar(hint, value, where, problems)
@@ -241,6 +235,9 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str], context
 def _parse_scalar(hint: type[Any], value: Any, where: str, problems: list[str]) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is str and isinstance(value, str) and (problem := find_text_problem(value)):
+        problems.append(f"{where}={shorten(repr(value))}: {problem}")
+        return None
     if hint is float and isinstance(value, str):  # other readers of YAML leave 2e-4 as text
         try:
             return float(value)
@@ -249,8 +246,23 @@ def _parse_scalar(hint: type[Any], value: Any, where: str, problems: list[str]) 
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     noun = {int: "an integer", float: "a number", str: "text", bool: "true or false"}[hint]
-    problems.append(f"{where}={value!r}: expected {noun}, got {type(value).__name__}")
+    got = "one of more than 64 bits" if _is_large(hint, value) else type(value).__name__
+    problems.append(f"{where}={shorten(repr(value))}: expected {noun}, got {got}")
     return value
+
+
+def _is_large(hint: type[Any], value: Any) -> bool:
+    """Return True for an integer that ``parse_yaml`` left as text."""
+    return hint is int and isinstance(value, str) and value.lstrip("+-").isdigit()
+
+
+def find_text_problem(text: str) -> str | None:
+    """Return why a text can be neither a name nor a path; None if it can."""
+    if "\0" in text:
+        return "contains a NUL character"
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return "is not valid Unicode"
+    return None if len(text) <= _MAX_TEXT else f"too long; expected at most {_MAX_TEXT:,} characters"
 
 
 def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
@@ -267,13 +279,13 @@ def suggest_hub_name(path: str, otherwise: str = "") -> str:
         otherwise: Returned for any other path.
     """
     owner = path.partition("/")[0]
-    is_name = _HUB_NAME.fullmatch(path) is not None and not Path(owner).exists()
+    is_name = _HUB_NAME.fullmatch(path) is not None and not os.path.exists(owner)
     return f"; did you mean hf:{path}?" if is_name else otherwise
 
 
 def describe_no_file(path: str | Path) -> str:
     """Return why a path is not a file: ``a directory, not a file`` or ``no such file``."""
-    return "a directory, not a file" if Path(path).is_dir() else "no such file"
+    return "a directory, not a file" if os.path.isdir(path) else "no such file"
 
 
 def _find_near(word: str, known: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ involves several keys in the ``check`` method of its section.
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -119,8 +120,9 @@ class RunConfig:
     optimizer: Annotated[dict[str, Any], OptimizerSpec()] = field(
         default_factory=lambda: {"_component_": "torch.optim.AdamW", "lr": 2e-4}
     )
-    """Import path of the optimizer in `_component_`, and its arguments; merged over the default. Optimizers without
-    `fused` or `foreach` ignore these two, which only affect speed."""
+    """Import path of the optimizer in `_component_`, and its arguments; merged over the default. It is imported from
+    `torch.optim`, `torchao.optim`, `torchtune` or `bitsandbytes`; `--allow-component NAME` allows others. Optimizers
+    without `fused` or `foreach` ignore these two, which only affect speed."""
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     """Learning-rate schedule."""
     clip_grad_norm: Annotated[float | None, Range(gt=0), Null("no clipping")] = 1.0
@@ -193,7 +195,7 @@ class RunConfig:
                 "too; keep one (~global_batch_size on the command line drops the other)"
             )
         output = Path(self.output_dir)
-        if output.exists() and not output.is_dir():
+        if os.path.exists(output) and not os.path.isdir(output):
             problems.append(f"output_dir={output}: is a file; choose a directory")
 
     def _check_preference(self, problems: list[str]) -> None:

@@ -5,6 +5,7 @@ In a clone they are read from the repository root; an installed wheel carries th
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -44,6 +45,6 @@ def resolve_shipped_path(path: str) -> str:
 
     Any other path is returned as it is.
     """
-    if path.startswith("fctune/assets/") and not Path(path).exists() and (_PACKAGE.parent / path).exists():
+    if path.startswith("fctune/assets/") and not os.path.exists(path) and (_PACKAGE.parent / path).exists():
         return str(_PACKAGE.parent / path)
     return path

@@ -11,17 +11,18 @@ from typing import Any
 
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.parsing import suggest_hub_name
+from fctune.data.bounded_process import LimitError, prepare_processes
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.completeness import CompletenessCheck
 from fctune.data.control_tokens import ControlTokens
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.conversation_encoder import ConversationEncoder, Encoded
+from fctune.data.conversation_encoder import ConversationEncoder, Encoded, make_limit_error
 from fctune.data.reasoning import ReasoningSupport, find_reasoning_support
 from fctune.data.stop_tokens import find_turn_ends, read_eos_ids
 from fctune.data.supervision import SupervisionConfig
 from fctune.data.template_args import merge_template_args, read_template_args
 from fctune.data.token_offsets import OffsetTokenizer
-from fctune.data.tracing import IN_CONTENT, IN_LAST_CONTENT, TracedTemplate
+from fctune.data.tracing import IN_CONTENT, IN_LAST_CONTENT, TracedTemplate, read_own_templates
 from fctune.data.turns import TurnEnd, TurnPlanner
 from fctune.errors import ConfigError, DataError
 
@@ -48,7 +49,8 @@ class ChatTemplate:
     Raises (at construction):
         ConfigError: There is no tokenizer, or it lacks tokens of the template chosen.
         MissingTemplateError: The tokenizer has no chat template.
-        DataError: The template ignores tools, or its assistant turns cannot be separated from the rest.
+        DataError: The template ignores tools, its assistant turns cannot be separated from the rest, or it exceeds the
+            limits on rendering.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class ChatTemplate:
         # Those recorded in the directory belong to its own template.
         recorded = read_template_args(self.model_dir) if chat_template is None else {}
         self.template_args = merge_template_args(recorded, template_args)
+        if _read_template(self.model_dir, chat_template) not in read_own_templates():
+            prepare_processes()  # while the tokenizer is loaded
         self.tokenizer = load_tokenizer(self.model_dir, chat_template)
         # How errors name the template.
         self._origin = (
@@ -72,20 +76,26 @@ class ChatTemplate:
         backend.no_padding()
         self.source: str = self.tokenizer.get_chat_template(None, [{}])
         try:
+            self._prepare(supervision or SupervisionConfig(), is_chosen=chat_template is not None)
+        except LimitError as error:
+            raise DataError(f"{self._origin}: {make_limit_error(error)}.") from None
+
+    def _prepare(self, supervision: SupervisionConfig, is_chosen: bool) -> None:
+        """Find out how the template works, and make the encoder."""
+        try:
             self._traced = TracedTemplate(self.source, self.tokenizer.special_tokens_map | self.template_args)
         except DataError as error:
             raise DataError(f"{self._origin}: {error}") from None
-        supervision = supervision or SupervisionConfig()
         self.reasoning = self._find_reasoning(supervision)
         self._traced.has_names_in_ids = self._prints_ids_for_names()
-        if chat_template is not None:
+        if is_chosen:
             self.require_tokens()
         self._require_tools()
         special = {t.content: i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         answer_end, call_end = self._find_turn_ends(special)
         self.encoder = ConversationEncoder(
             self._traced,
-            OffsetTokenizer(backend),
+            OffsetTokenizer(self.tokenizer.backend_tokenizer),
             ControlTokens(special),
             CompletenessCheck(self._traced),
             TurnPlanner(self._traced, answer_end, call_end, self.reasoning.switch),
@@ -100,8 +110,15 @@ class ChatTemplate:
 
         Raises:
             DataError: The template rejects the conversation; the error quotes the template's message.
+            TemplateLimitError: It takes too much time or memory.
         """
-        return self._traced.render(conversation, add_generation_prompt=add_generation_prompt)[0]
+        try:
+            return self._traced.render(conversation, add_generation_prompt=add_generation_prompt)[0]
+        except LimitError as error:
+            raise make_limit_error(error) from None
+
+    def _render(self, conversation: Conversation) -> str:
+        return self._traced.render(conversation)[0]
 
     def encode(self, conversation: Conversation) -> list[Encoded]:
         """Encode a conversation as ``ConversationEncoder.encode`` does."""
@@ -171,24 +188,24 @@ class ChatTemplate:
         call = Call("another_probe", {}, id=_PROBE_CALL.calls[0].id)
         asked = Conversation((Message("user", "Find it."), Message("assistant", None, (call,))), (_PROBE_TOOL,))
         try:
-            text = self.render(asked)
+            text = self._render(asked)
         except DataError:
             return False
         return call.name not in text and str(call.id) in text
 
     def _require_tools(self) -> None:
         """Reject a template that prints no tools or no calls; other errors are left to ``_verify``."""
-        if not self._traced.reads_tools:
+        if not self._traced.facts.reads_tools:
             raise DataError(self._describe_ignored_tools())
         try:
-            question = self.render(Conversation((Message("user", "Find it."),), (_PROBE_TOOL,)))
+            question = self._render(Conversation((Message("user", "Find it."),), (_PROBE_TOOL,)))
         except DataError:
             return
         if not all(word in question for word in _PROBE_WORDS):
             raise DataError(self._describe_ignored_tools())
         if "tool_calls" not in self.source:
             try:
-                text = self.render(_PROBES["a tool and a call"])
+                text = self._render(_PROBES["a tool and a call"])
             except DataError:
                 text = ""
             if text.count(_CALL_WORDS[-1]) < 2:  # the question holds it too
@@ -239,15 +256,10 @@ class ChatTemplate:
 
     def _verify_text(self, name: str, conversation: Conversation) -> str:
         try:
-            text = self.render(conversation)
+            text = self._render(conversation)
         except DataError as error:
             raise DataError(f"{self._origin}: {error} (a conversation with {name}).") from None
-        expected = self.tokenizer.apply_chat_template(
-            self._traced.to_messages(conversation),
-            tools=[t.to_openai() for t in conversation.tools] or None,
-            tokenize=False,
-            **self.template_args,
-        )
+        expected = self._traced.render_with_transformers(conversation)
         if text != expected:
             raise DataError(f"{self._origin}: its chat template renders differently when traced; cannot derive masks.")
         return text
@@ -290,6 +302,19 @@ def load_tokenizer(model_dir: Path, chat_template: ChosenTemplate | None = None)
             f"{_OTHER_TEMPLATE}."
         )
     return tokenizer
+
+
+def _read_template(model_dir: Path, chat_template: ChosenTemplate | None) -> str | None:
+    """Return the text of the template that will be used, or None if only the tokenizer's class can tell."""
+    if chat_template is not None:
+        return chat_template.source
+    try:
+        if (file := model_dir / "chat_template.jinja").is_file():
+            return file.read_text(encoding="utf-8")
+        declared = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError):  # reported when the tokenizer is loaded
+        return None
+    return declared if isinstance(declared, str) else None
 
 
 def _load_tokenizer(model_dir: Path) -> Any:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
+from fctune.data.bounded_process import LimitError
 from fctune.data.completeness import CompletenessCheck
 from fctune.data.control_tokens import ControlTokens, restore_hidden
 from fctune.data.conversation import Conversation
@@ -16,9 +20,34 @@ from fctune.data.tracing import TracedTemplate
 from fctune.data.turns import TurnPlanner
 from fctune.errors import DataError
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class SpecialTokenError(DataError):
     """A row contains the text of a special token."""
+
+
+class TemplateLimitError(DataError):
+    """The chat template takes too much time or memory for a row."""
+
+
+def make_limit_error(reason: object) -> TemplateLimitError:
+    """Return the error for a reason such as "it takes more than 30 s"."""
+    return TemplateLimitError(f"the chat template exceeds the limits on rendering: {reason}")
+
+
+def _within_limits(method: Callable[P, T]) -> Callable[P, T]:
+    """Make a method raise ``TemplateLimitError`` for ``LimitError``."""
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except LimitError as error:
+            raise make_limit_error(error) from None
+
+    return run
 
 
 def get_defect_kind(error: DataError) -> str:
@@ -79,6 +108,7 @@ class ConversationEncoder:
     supervision: SupervisionConfig
     reasoning: ReasoningSupport
 
+    @_within_limits
     def encode(self, conversation: Conversation) -> list[Encoded]:
         """Return the training samples of a conversation; each supervised turn has weights in exactly one.
 
@@ -90,8 +120,9 @@ class ConversationEncoder:
         Raises:
             DataError: The template rejects the conversation, does not print a part of it, or prints a call that cannot
                 be read; or a turn does not continue its generation prompt.
-            SpecialTokenError: The conversation contains the text of a special token, and
-                ``special_tokens_in_content`` is fail.
+            SpecialTokenError: The conversation contains the text of a special token, or pieces that the template joins
+                to one, and ``special_tokens_in_content`` is fail.
+            TemplateLimitError: Rendering it takes too much time or memory.
         """
         conversation = self.reasoning.fit(conversation, self.supervision.reasoning, self.supervision.thinking)
         if self.supervision.parallel_calls == "split":
@@ -99,13 +130,22 @@ class ConversationEncoder:
         original = conversation
         if self.supervision.special_tokens_in_content != "keep":
             conversation = self._hide_special_tokens(conversation)
-        is_hidden = conversation is not original
         renderer = SampleRenderer(self.template, self.completeness, self.planner, self.supervision)
         samples = []
         for rendering in renderer.render(conversation):
+            is_hidden = conversation is not original and self.control_tokens.has_formed(rendering.text)
+            if is_hidden and self.supervision.special_tokens_in_content == "fail":
+                raise SpecialTokenError(
+                    f"{self.control_tokens.find_piece(original)}, which the chat template joins with other text to a "
+                    "control token of the tokenizer; set data.special_tokens_in_content=escape to encode it as plain "
+                    "text, or keep to encode it as the control token"
+                )
+            if conversation is not original and not is_hidden:
+                rendering = replace(rendering, text=restore_hidden(rendering.text))
             samples += self._encode_rendering(rendering, is_hidden)
         return samples
 
+    @_within_limits
     def encode_prompt(self, conversation: Conversation) -> list[int]:
         """Return the token ids of a conversation up to the start of the model's answer.
 
@@ -115,6 +155,7 @@ class ConversationEncoder:
         text = self.template.render(prompt, add_generation_prompt=True)[0]
         return self._to_ids(text, prompt is not conversation)
 
+    @_within_limits
     def encode_continuation(self, conversation: Conversation, index: int) -> list[int]:
         """Return the token ids between the model's answer and its next one: those of the tools' results, for example.
 
@@ -149,8 +190,7 @@ class ConversationEncoder:
                 "the chat template renders the answer, or what precedes it, differently once messages follow, so "
                 "results cannot be appended to what was generated; use a model whose template does not"
             )
-        is_hidden = shown is not conversation
-        ids, own = self._to_ids(text, is_hidden), self._to_ids(text[:end], is_hidden)
+        ids, own = (self._to_ids(part, shown is not conversation) for part in (text, text[:end]))
         if ids[: len(own)] != own:
             raise DataError("the tokenizer joins the answer's stop token with what follows")
         return ids[len(own) :]
@@ -160,19 +200,21 @@ class ConversationEncoder:
             return conversation
         return self.control_tokens.hide(conversation)
 
-    def _to_ids(self, text: str, is_hidden: bool) -> list[int]:
-        return self.tokenizer.encode_hidden(text).ids.tolist() if is_hidden else self.tokenizer.ids(text)
+    def _to_ids(self, text: str, has_hidden: bool) -> list[int]:
+        if has_hidden and self.control_tokens.has_formed(text):
+            return self.tokenizer.encode_hidden(text).ids.tolist()
+        return self.tokenizer.ids(restore_hidden(text) if has_hidden else text)
 
     def _hide_special_tokens(self, conversation: Conversation) -> Conversation:
-        if self.supervision.special_tokens_in_content == "escape":
-            return self.control_tokens.hide(conversation)
-        found = self.control_tokens.find(conversation)
+        found = None
+        if self.supervision.special_tokens_in_content == "fail":
+            found = self.control_tokens.find(conversation)
         if found is not None:
             raise SpecialTokenError(
                 f"{found}, a control token of the tokenizer; set data.special_tokens_in_content=escape to encode it as "
                 "plain text, or keep to encode it as the control token"
             )
-        return conversation
+        return self.control_tokens.hide(conversation)
 
     def _encode_rendering(self, rendering: Rendering, is_hidden: bool) -> list[Encoded]:
         """Encode a rendering; a turn whose prompt ends within a token gets a sample of its own."""

@@ -5,19 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import multiprocessing
 import os
 import pickle
-import sys
 import tempfile
-import threading
 from array import array
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +20,17 @@ from numpy.typing import NDArray
 
 from fctune.config.intervals import format_count
 from fctune.config.sections.data import DataConfig
+from fctune.data.bounded_process import BoundedProcess, LimitError, ProcessDiedError, prepare_processes
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation
-from fctune.data.conversation_encoder import ConversationEncoder, Encoded, get_defect_kind
+from fctune.data.conversation_encoder import (
+    ConversationEncoder,
+    Encoded,
+    TemplateLimitError,
+    get_defect_kind,
+    make_limit_error,
+)
 from fctune.data.pairs import PAIRS_FORMAT, Pair, PairError, PairReader, encode_pair
 from fctune.data.sources import (
     OVERLONG,
@@ -45,12 +46,10 @@ from fctune.errors import DataError
 
 _CHUNK_ROWS = 64  # rows sent to a process at a time
 _MAX_PENDING = 3  # chunks in flight per process, which bounds memory
-# Other processes are ready after one to three seconds. Fewer chunks than the first are encoded by one process in that
-# time; the second is the number that this process encodes meanwhile.
-_MIN_PARALLEL, _NUM_WARMUP_CHUNKS = 64, 20
+_MIN_PARALLEL = 64  # chunks; fewer are encoded by one process in the seconds that others take to be ready
 _MAX_PROCESSES = 16  # more of them outpace the writing process
-# Modules that encoding a row imports, once for all processes.
-_PRELOADED = ("fctune.data.encoding", "transformers.utils.chat_template_utils")
+_MAX_OVER_LIMIT = 3  # rows whose rendering takes too much; each may take seconds
+_ENCODER_FILE = "encoder.pickle"
 
 
 @dataclass(slots=True)
@@ -80,10 +79,14 @@ class _OverlongError(DataError):
 
 
 class Chunk(NamedTuple):
-    """Consecutive rows of one source; ``source`` is its index in the config's sources."""
+    """Consecutive rows of one source; ``source`` is its index in the config's sources.
+
+    ``refused`` are the rows, by index, that exceed the limits of a process, with the reason.
+    """
 
     source: int
     rows: list[UnreadRow]
+    refused: Mapping[int, str] = {}
 
 
 @dataclass(slots=True)
@@ -147,6 +150,7 @@ class EncodedChunk:
     source: int = 0  # index in the config's sources
     num_sampled: int = 0  # readable rows that the source's weight does not leave out
     num_unreadable: int = 0
+    over_limit: tuple[Defect, ...] = ()  # the defects of rows whose rendering takes too much
 
 
 @dataclass(slots=True)
@@ -173,12 +177,17 @@ class ChunkEncoder:
     def __reduce__(self) -> tuple[type[ChunkEncoder], tuple[DataConfig, ConversationEncoder]]:
         return ChunkEncoder, (self.config, self.encoder)  # readers stay in their process
 
-    def encode(self, chunk: Chunk) -> EncodedChunk:
-        """Encode the rows of a chunk."""
+    def encode(self, chunk: Chunk, on_row: Callable[[int], object] | None = None) -> EncodedChunk:
+        """Encode the rows of a chunk.
+
+        Args:
+            chunk: Rows.
+            on_row: Called with the index of each row before it is encoded.
+        """
         reader, source_weight = self._readers[chunk.source], self.config.sources[chunk.source].weight
         buffers, counts, defects = _Buffers(), Counts(rows=len(chunk.rows)), []
-        num_sampled = num_unreadable = 0
-        for row in chunk.rows:
+        num_sampled, num_unreadable, over_limit = 0, 0, []
+        for index, row in enumerate(chunk.rows):
             parsed = reader.read(row)
             if isinstance(parsed, Defect):
                 defects.append(parsed)
@@ -190,7 +199,11 @@ class ChunkEncoder:
             if not repeats:
                 continue
             num_sampled += 1
+            if on_row is not None:
+                on_row(index)
             try:
+                if index in chunk.refused:
+                    raise make_limit_error(chunk.refused[index])
                 samples = self._encode_within(item, counts)
             except PairError as error:
                 defects.append(Defect(row.file, row.line, "", error.kind, str(error)))
@@ -198,6 +211,7 @@ class ChunkEncoder:
             except DataError as error:
                 kind = OVERLONG if isinstance(error, _OverlongError) else get_defect_kind(error)
                 defects.append(Defect(row.file, row.line, "messages", kind, str(error)))
+                over_limit += defects[-1:] if isinstance(error, TemplateLimitError) else []
                 continue
             if samples is None:
                 continue
@@ -228,6 +242,7 @@ class ChunkEncoder:
             chunk.source,
             num_sampled,
             num_unreadable,
+            tuple(over_limit),
         )
 
     def _encode_within(self, item: Conversation | Pair, counts: Counts) -> list[Encoded] | None:
@@ -288,7 +303,8 @@ def encode_sources(
 
     Raises:
         DataError: Rows are invalid and ``on_invalid`` is fail, conversations are too long and ``overlong`` is fail, or
-            no row is left. Raised at the end, with all defects.
+            no row is left. Raised at the end, with all defects. Raised at once if several rows exceed the limits on
+            rendering (``fctune.data.bounded_process``).
     """
     with _exempt_from_collection():
         yield from _encode_sources(config, model_dir, counts, num_processes, template_args, chat_template)
@@ -308,18 +324,26 @@ def _encode_sources(
         cores = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
         num_processes = cores if len(first) == _MIN_PARALLEL else 1
         chunks = itertools.chain(first, chunks)
-    if num_processes > 1:  # it imports while this process loads and starts
-        forkserver.set_forkserver_preload(list(_PRELOADED))
-        forkserver.ensure_running()
+    if num_processes > 1:
+        prepare_processes(__name__)
     loaded = ChatTemplate(model_dir, make_supervision(config), template_args, chat_template)
     loaded.resolve_thinking(lambda: _has_reasoning(config))
     encoder = ChunkEncoder(config, loaded.encoder)
     defects: list[Defect] = []
+    over_limit: list[Defect] = []
+    encodes_here = not loaded.encoder.template.is_remote
+    num_workers = num_processes - encodes_here
     for part in (
-        map(encoder.encode, chunks) if num_processes < 2 else _encode_parallel(encoder, chunks, num_processes - 1)
+        _encode_parallel(encoder, chunks, num_workers, encodes_here) if num_workers else map(encoder.encode, chunks)
     ):
         counts.add(part.counts)
         defects += part.defects
+        over_limit += part.over_limit
+        if len(over_limit) >= _MAX_OVER_LIMIT:
+            raise DataError(
+                f"{model_dir}: stopped after {len(over_limit)} rows, such as {over_limit[0]}. Shorten or remove these "
+                "rows, or use another template with model.chat_template."
+            )
         yield part
     skips = config.on_invalid == "skip"
     if skips and counts.conversations:
@@ -362,78 +386,119 @@ def _scan_chunks(config: DataConfig) -> Iterator[Chunk]:
             yield Chunk(index, chunk)
 
 
-def _encode_parallel(encoder: ChunkEncoder, chunks: Iterator[Chunk], num_others: int) -> Iterator[EncodedChunk]:
-    """Like ``map(encoder.encode, chunks)`` with other processes; this one encodes chunks while they are all busy."""
-    # The encoder holds the tokenizer, of up to 35 MB, and a pipe takes 64 KiB: if it were an argument of the processes,
-    # each would start only after the one before had read its own. From a file they read it side by side.
-    shared = tempfile.TemporaryDirectory(prefix="fctune-encoder-")
-    file = Path(shared.name) / "encoder.pickle"
-    try:
-        file.write_bytes(pickle.dumps(encoder, pickle.HIGHEST_PROTOCOL))
-    except OSError as error:
-        shared.cleanup()
-        raise DataError(
-            f"{file}: cannot be written ({error.strerror}). Free some space there, or set TMPDIR to another directory."
-        ) from None
-    # Not fork, which would copy the locks held by threads of a process group.
-    pool = ProcessPoolExecutor(num_others, multiprocessing.get_context("forkserver"), _init_worker, (file,))
-    parts: deque[Future[EncodedChunk] | EncodedChunk] = deque()
-    try:
-        warmup = list(itertools.islice(chunks, _NUM_WARMUP_CHUNKS))
-        parts.extend(_submit(pool, chunk) for chunk in itertools.islice(chunks, num_others))  # starts all processes
-        yield from map(encoder.encode, warmup)
-        for chunk in chunks:
-            waiting = sum(isinstance(part, Future) and not part.done() for part in parts)
-            parts.append(_submit(pool, chunk) if waiting < num_others * _MAX_PENDING else encoder.encode(chunk))
-            while parts and (not isinstance(parts[0], Future) or parts[0].done()):
-                yield _get(parts.popleft())
-        while parts:
-            yield _get(parts.popleft())
-    except BrokenProcessPool:
-        raise DataError(
-            "a process that encodes rows was killed, most often because memory ran out. Free some memory, or prepare "
-            "the set on another machine with `fctune data prepare`."
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-        shared.cleanup()
+def _encode_parallel(
+    encoder: ChunkEncoder, chunks: Iterator[Chunk], num_workers: int, encodes_here: bool
+) -> Iterator[EncodedChunk]:
+    """Like ``map(encoder.encode, chunks)`` with other processes; this one may encode chunks while they are all busy."""
+    # The encoder holds the tokenizer, of up to 35 MB, which the processes read side by side from a file.
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fctune-encoder-")))
+        file = folder / _ENCODER_FILE
+        try:
+            file.write_bytes(pickle.dumps(encoder, pickle.HIGHEST_PROTOCOL))
+        except OSError as error:
+            raise DataError(
+                f"{file}: cannot be written ({error.strerror}). Free some space there, or set TMPDIR to another "
+                "directory."
+            ) from None
+        workers = [_Worker(folder, number) for number in range(num_workers)]
+        stack.callback(lambda: [worker.process.close() for worker in workers])
+        done: dict[int, EncodedChunk] = {}
+        num_yielded = num_chunks = 0
+        for number, chunk in enumerate(chunks):
+            num_chunks += 1
+            free = min(workers, key=lambda worker: len(worker.pending))
+            if encodes_here and len(free.pending) == _MAX_PENDING:
+                done[number] = encoder.encode(chunk)
+            else:
+                while len(free.pending) == _MAX_PENDING:
+                    _collect(workers, done, None)
+                    free = min(workers, key=lambda worker: len(worker.pending))
+                free.submit(number, chunk)
+            _collect(workers, done, 0)
+            while num_yielded in done:
+                yield done.pop(num_yielded)
+                num_yielded += 1
+        while num_yielded < num_chunks:
+            while num_yielded not in done:
+                _collect(workers, done, None)
+            yield done.pop(num_yielded)
+            num_yielded += 1
 
 
-def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future[EncodedChunk]:
-    """Submit a chunk; a process that this starts doesn't import the launching script, and with it torch.
+class _Worker:
+    """A bounded process that encodes chunks, and its successors if it is ended in a row that exceeds the limits.
 
-    Processes start as they are needed, and each imports the file of the script, if it knows one, before its work.
+    Args:
+        folder: Folder with the encoder's file. The process records there which row it is at.
+        number: Number of the worker.
     """
-    script = vars(sys.modules["__main__"])
-    hidden: dict[str, Any] = {name: script[name] for name in ("__file__", "__spec__") if name in script}
-    try:
-        script.update(dict.fromkeys(hidden))
-        return pool.submit(_encode, chunk)
-    finally:
-        script.update(hidden)
+
+    def __init__(self, folder: Path, number: int):
+        self._folder, self._progress = folder, folder / f"row-{number}"
+        self.pending: dict[int, Chunk] = {}  # by number, in the order of submission
+        self._start()
+
+    def _start(self) -> None:
+        self._progress.unlink(missing_ok=True)
+        try:
+            self.process = BoundedProcess()
+        except ProcessDiedError as error:
+            raise DataError(f"a process that encodes rows cannot be started: {error}.") from None
+        self.process.submit(_load_encoder, self._folder / _ENCODER_FILE, self._progress)
+        self._is_loaded = False
+        for chunk in self.pending.values():
+            self.process.submit(_encode, chunk)
+
+    def submit(self, number: int, chunk: Chunk) -> None:
+        """Send a chunk to the process."""
+        self.pending[number] = chunk
+        self.process.submit(_encode, chunk)
+
+    def receive(self) -> dict[int, EncodedChunk]:
+        """Return the encoded chunk that the process has sent, if any, by its number."""
+        try:
+            part = self.process.receive()
+        except LimitError as error:
+            if not self._is_loaded:
+                raise make_limit_error(error) from None
+            self._restart_without_row(str(error))
+            return {}
+        except ProcessDiedError:
+            raise DataError(
+                "a process that encodes rows was killed, most often because memory ran out. Free some memory, or "
+                "prepare the set on another machine with `fctune data prepare`."
+            ) from None
+        if not self._is_loaded:
+            self._is_loaded = True
+            return {}
+        number = next(iter(self.pending))
+        del self.pending[number]
+        return {number: part}
+
+    def _restart_without_row(self, reason: str) -> None:
+        number, chunk = next(iter(self.pending.items()))
+        row = int.from_bytes(self._progress.read_bytes(), "little")
+        self.pending[number] = chunk._replace(refused={**chunk.refused, row: reason})
+        self._start()
 
 
-def _get(part: Future[EncodedChunk] | EncodedChunk) -> EncodedChunk:
-    return part.result() if isinstance(part, Future) else part
+def _collect(workers: list[_Worker], done: dict[int, EncodedChunk], timeout_s: float | None) -> None:
+    """Receive from the workers that have sent something; None waits until there is one."""
+    by_connection = {worker.process.connection: worker for worker in workers if worker.process.is_busy}
+    for connection in wait(by_connection, timeout_s):
+        done |= by_connection[connection].receive()  # type: ignore[index]
 
 
-_worker_encoder: ChunkEncoder  # set in worker processes only
+_worker: tuple[ChunkEncoder, int]  # in worker processes only: the encoder, and the file of the row it is at
 
 
-def _init_worker(file: Path) -> None:
-    global _worker_encoder
-    _worker_encoder = pickle.loads(file.read_bytes())
+def _load_encoder(file: Path, progress: Path) -> None:
+    global _worker
+    _worker = pickle.loads(file.read_bytes()), os.open(progress, os.O_WRONLY | os.O_CREAT)
     gc.freeze()  # see _exempt_from_collection
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this process if the one that prepares the data is killed; a pool's workers would wait forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _encode(chunk: Chunk) -> EncodedChunk:
-    return _worker_encoder.encode(chunk)
+    encoder, progress = _worker
+    return encoder.encode(chunk, lambda row: os.pwrite(progress, row.to_bytes(4, "little"), 0))

@@ -95,12 +95,12 @@ def drop_reasoning(conversation: Conversation) -> Conversation:
 
 def find_reasoning_support(template: TracedTemplate) -> ReasoningSupport:
     """Find out what a template does with reasoning, from its source and by rendering probes."""
-    switch = next((n for n in _THINKING_SWITCHES if n in template.variables and _is_switch(template, n)), None)
+    switch = next((n for n in _THINKING_SWITCHES if n in template.facts.variables and _is_switch(template, n)), None)
     named = [key for key in REASONING_KEYS if key in template.source]
-    if any("think>" in text for text in template.literals):
+    if any("think>" in text for text in template.facts.literals):
         named.append(IN_CONTENT)
     key = next((key for key in named if _prints_reasoning(template, key, switch)), None)
-    return ReasoningSupport(key, switch, tuple(sorted(template.variables)))
+    return ReasoningSupport(key, switch, tuple(sorted(template.facts.variables)))
 
 
 def _is_switch(template: TracedTemplate, name: str) -> bool:

@@ -7,23 +7,32 @@ the spans of its messages without knowledge of the strings that a model family u
 from __future__ import annotations
 
 import itertools
+import json
+import pickle
 import re
 import secrets
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import jinja2
 from jinja2 import meta, nodes
 
+from fctune.config.chat_templates import list_shipped_templates
+from fctune.data.bounded_process import BoundedProcess, LimitError, ProcessDiedError, is_bounded, run_limited
 from fctune.data.call_ids import write_names_into_ids
 from fctune.data.conversation import Conversation, Tool
-from fctune.data.template_limits import OPERATORS, RenderingBudget, TemplateLimitError, apply_operator, check_number
 from fctune.errors import DataError
 
 _MAX_TOOLS = 2_000  # of which the printed JSON is kept
+# A rendering has at most so many characters, or so many times those of its row: tokenising costs memory too.
+_MAX_CHARACTERS, _MAX_REPEATED = 2**22, 16
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
 IN_CONTENT = "content"  # reasoning key of templates that expect reasoning inside the content
 IN_LAST_CONTENT = "last_content"  # likewise for templates that know of no reasoning, so that none is in the history
@@ -86,8 +95,28 @@ class _ToolJson:
         return text
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """Properties of a template's text.
+
+    Attributes:
+        variables: Names of the variables that the template reads and a caller may set.
+        literals: Texts that the template prints or compares with.
+        examined: Markup that the template looks for in texts.
+        reads_tools: True if the template reads the tools.
+    """
+
+    variables: frozenset[str]
+    literals: frozenset[str]
+    examined: tuple[str, ...]
+    reads_tools: bool
+
+
 class TracedTemplate:
     """A chat template in Jinja, rendered as transformers renders it.
+
+    A template that does not come with fctune is compiled and rendered within limits, in a bounded process
+    (``fctune.data.bounded_process``): in this one, if it is such a process.
 
     Args:
         source: The template's text.
@@ -98,12 +127,12 @@ class TracedTemplate:
         has_names_in_ids: Give calls ids that contain their names, for a template that prints ids in place of names.
 
     Attributes:
-        variables: Names of the variables that the template reads and a caller may set.
-        literals: Texts that the template prints or compares with.
-        reads_tools: True if the template reads the tools.
+        facts: Properties of the template's text.
+        is_remote: True if it is rendered in another process.
 
     Raises (at construction):
         DataError: The template is not valid Jinja.
+        LimitError: Compiling it takes too much time or memory.
     """
 
     def __init__(
@@ -115,10 +144,9 @@ class TracedTemplate:
     ):
         self.source, self._variables = source, variables
         self.reasoning_key, self.has_names_in_ids = reasoning_key, has_names_in_ids
-        self._nonce = secrets.token_hex(8)
-        self._marker = re.compile(rf"\[{self._nonce}:(\d+):(\d*)\]")
-        self._budget = RenderingBudget()
-        self._template = self._instrument(source)
+        self.is_remote = source not in read_own_templates() and not is_bounded()
+        self._program = None if self.is_remote else _open_program(source)
+        self.facts: TemplateFacts = self._program.facts if self._program else _call_renderer(_read_facts, source)
 
     def __reduce__(self) -> tuple[type[TracedTemplate], tuple[str, dict[str, Any], str, bool]]:
         # Compiled templates do not pickle.
@@ -151,59 +179,149 @@ class TracedTemplate:
 
         Raises:
             DataError: The template rejects the conversation; the error quotes the template's message.
+            LimitError: It takes too much time or memory, or prints too much.
         """
-        messages = [_IndexedMessage(message, i) for i, message in enumerate(self.to_messages(conversation))]
-        tools = [self._tool_json.to_openai(tool) for tool in conversation.tools] or None
-        self._budget.start()
-        try:
-            marked = self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._variables, **conversation.template_args, **variables, _OPENED: set()},
-            )
-        except jinja2.TemplateError as error:
-            reason = str(error).replace(f"{__name__}.{_IndexedMessage.__name__} object", "message")
-            raise DataError(f"the chat template rejects it: {reason}") from None
-        except Exception as error:  # a template can raise anything that its operators, filters and methods do
-            raise DataError(f"the chat template fails on it: {type(error).__name__}: {error}") from None
-        return self._take_markers(marked)
+        variables = {**self._variables, **conversation.template_args, **variables}
+        variables["add_generation_prompt"] = add_generation_prompt
+        messages = self.to_messages(conversation)
+        if self._program is not None:
+            return self._program.render(messages, conversation.tools, variables)
+        return _call_renderer(_render, self.source, messages, conversation.tools, variables)
+
+    def render_with_transformers(self, conversation: Conversation) -> str:
+        """Return the text of a conversation as transformers' ``apply_chat_template`` does, raising what it raises."""
+        arguments = self.source, self.to_messages(conversation), conversation.tools, self._variables
+        if self._program is not None:
+            return _render_with_transformers(*arguments)
+        return _call_renderer(_render_with_transformers, *arguments)
 
     def may_depend_on_values(self, conversation: Conversation) -> bool:
         """Return True if texts of a conversation hold a piece of markup that the template looks for, such as a tag."""
         texts = [text for m in conversation.messages for text in (m.content, m.reasoning) if text]
         together = "\0".join(texts)
-        return any(piece in together for piece in self._examined)
+        return any(piece in together for piece in self.facts.examined)
 
-    def _instrument(self, source: str) -> jinja2.Template:
-        """Compile the template with a marker where a loop reaches a message and another where that loop ends."""
+
+@cache
+def read_own_templates() -> frozenset[str]:
+    """Return the texts of the chat templates that come with fctune, which are rendered without limits."""
+    base = json.loads((Path(__file__).parents[1] / "assets/tiny_base/tokenizer_config.json").read_text("utf-8"))
+    return frozenset([base["chat_template"], *(p.read_text("utf-8") for p in list_shipped_templates().values())])
+
+
+_renderer: BoundedProcess | None = None
+_rendering = threading.Lock()
+
+
+def _call_renderer(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return the result of a function that a bounded process calls, which all templates of this process share."""
+    global _renderer
+    with _rendering:
+        try:
+            if _renderer is None or not _renderer.is_own:
+                _renderer = BoundedProcess()
+            return _renderer.call(function, *args, **kwargs)
+        except ProcessDiedError as error:
+            raise DataError(f"the chat template cannot be rendered: {error}") from None
+        finally:
+            if _renderer is not None and _renderer.is_busy:  # ended, or interrupted and with an answer under way
+                _renderer.close()
+                _renderer = None
+
+
+def _read_facts(source: str) -> TemplateFacts:
+    return _open_program(source).facts
+
+
+def _render(
+    source: str, messages: list[dict[str, Any]], tools: Sequence[Tool], variables: Mapping[str, Any]
+) -> tuple[str, list[Span]]:
+    return _open_program(source).render(messages, tools, variables)
+
+
+def _render_with_transformers(
+    source: str, messages: list[dict[str, Any]], tools: Sequence[Tool], variables: Mapping[str, Any]
+) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    given = [tool.to_openai() for tool in tools] or None
+    texts, _ = run_limited(render_jinja_template, [messages], given, chat_template=source, **variables)
+    return str(texts[0])
+
+
+@lru_cache(maxsize=32)
+def _open_program(source: str) -> _Program:
+    return _Program(source)
+
+
+class _Program:
+    """A compiled template with markers; what it does is limited if this is a bounded process.
+
+    Attributes:
+        facts: Properties of the template's text.
+
+    Raises (at construction):
+        DataError: The template is not valid Jinja.
+        LimitError: Compiling it takes too much time or memory.
+    """
+
+    def __init__(self, source: str):
+        self._nonce = secrets.token_hex(8)
+        self._marker = re.compile(rf"\[{self._nonce}:(\d+):(\d*)\]")
+        self._run = _run_unlimited if source in read_own_templates() else run_limited
+        try:
+            self._template, self.facts = self._run(self._compile, source)
+            return
+        except jinja2.TemplateError as error:
+            reason = f"is not valid Jinja ({error})"
+        except LimitError:
+            raise
+        except Exception as error:  # such as of recursion, or of a constant expression
+            reason = f"cannot be used: {type(error).__name__}: {error}"
+        raise DataError(f"its chat template {reason}.")
+
+    def render(
+        self, messages: list[dict[str, Any]], tools: Sequence[Tool], variables: Mapping[str, Any]
+    ) -> tuple[str, list[Span]]:
+        """Return a text and the spans of its messages; see ``TracedTemplate.render``."""
+        inputs = {
+            **variables,
+            "messages": [_IndexedMessage(message, i) for i, message in enumerate(messages)],
+            "tools": [self._tool_json.to_openai(tool) for tool in tools] or None,
+            "documents": None,
+            _OPENED: set(),
+        }
+        try:
+            marked = self._run(self._template.render, inputs)
+        except LimitError:
+            raise
+        except jinja2.TemplateError as error:
+            reason = str(error).replace(f"{__name__}.{_IndexedMessage.__name__} object", "message")
+            raise DataError(f"the chat template rejects it: {reason:.2000}") from None
+        except Exception as error:  # a template can raise anything that its operators, filters and methods do
+            raise DataError(f"the chat template fails on it: {type(error).__name__}: {error!s:.2000}") from None
+        if len(marked) > _MAX_CHARACTERS:
+            size = len(pickle.dumps((messages, tools, dict(variables))))
+            if len(marked) > max(_MAX_CHARACTERS, _MAX_REPEATED * size):
+                raise LimitError(f"it prints {len(marked):,} characters of a row of {size:,}")
+        return self._take_markers(marked)
+
+    def _compile(self, source: str) -> tuple[jinja2.Template, TemplateFacts]:
+        """Compile a template with a marker where a loop reaches a message and another where that loop ends."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        try:
-            # A copy: transformers keeps its environment for its own renderings. It does not compile the template, since
-            # compilation evaluates constant expressions of any size.
-            environment: jinja2.Environment = _compile_jinja_template("").environment.overlay()
-            environment.intercepted_binops = frozenset(OPERATORS)  # type: ignore[attr-defined]
-            environment.call_binop = apply_operator  # type: ignore[attr-defined]
-            environment.getattr = partial(_get_attribute, environment, environment.getattr)  # type: ignore[method-assign]
-            environment.filters = environment.filters | {"fctune_turn": self._mark_turn, "fctune_end": self._mark_end}
-            environment.filters["fctune_tick"] = self._budget.tick
-            environment.filters["tojson"] = self._tool_json = _ToolJson(environment.filters["tojson"])
-            tree = environment.parse(source)
-            self.variables = find_variables(tree)
-            self.literals = find_literals(tree)
-            self.reads_tools = "tools" in meta.find_undeclared_variables(tree)
-            self._examined = _find_examined(tree)
-            for constant in tree.find_all(nodes.Const):
-                check_number(constant.value)
-        except jinja2.TemplateError as error:
-            raise DataError(f"its chat template is not valid Jinja ({error}).") from None
-        except (TemplateLimitError, RecursionError) as error:
-            raise DataError(f"its chat template cannot be used: {type(error).__name__}: {error}.") from None
-        for block in tree.find_all((nodes.For, nodes.Macro)):
-            if not (isinstance(block, nodes.For) and isinstance(block.target, nodes.Name)):
-                block.body[:0] = environment.parse("{{ '' | fctune_tick }}").body  # type: ignore[attr-defined]
+        # A copy: transformers keeps its environment for its own renderings.
+        environment: jinja2.Environment = _compile_jinja_template("").environment.overlay()
+        environment.getattr = partial(_get_attribute, environment, environment.getattr)  # type: ignore[method-assign]
+        environment.filters = environment.filters | {"fctune_turn": self._mark_turn, "fctune_end": self._mark_end}
+        environment.filters["tojson"] = self._tool_json = _ToolJson(environment.filters["tojson"])
+        tree = environment.parse(source)
+        facts = TemplateFacts(
+            find_variables(tree),
+            find_literals(tree),
+            _find_examined(tree),
+            "tools" in meta.find_undeclared_variables(tree),
+        )
         bodies = [body for node in (tree, *tree.find_all(nodes.Node)) for body in _bodies(node)]
         loops = [
             (body, n) for body in bodies for n in body if isinstance(n, nodes.For) and isinstance(n.target, nodes.Name)
@@ -213,12 +331,11 @@ class TracedTemplate:
             loop.body[:0] = environment.parse(f"{{{{ {name} | fctune_turn({number}) }}}}").body
             index = next(i for i, statement in enumerate(body) if statement is loop)
             body[index + 1 : index + 1] = environment.parse(f"{{{{ {number} | fctune_end }}}}").body
-        return environment.from_string(tree)
+        return environment.from_string(tree), facts
 
     @jinja2.pass_context
     def _mark_turn(self, context: jinja2.runtime.Context, item: Any, loop: int) -> str:
         """Return a loop's marker for an item; empty unless it is a message, since macros trim and compare text."""
-        self._budget.tick()
         if type(item) is not _IndexedMessage:
             return ""
         context.parent[_OPENED].add(loop)
@@ -254,6 +371,10 @@ class TracedTemplate:
             if index:
                 stack.append((number, int(index), length))
         return plain, sorted(spans, key=lambda span: (span.start, -span.stop))
+
+
+def _run_unlimited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return function(*args, **kwargs)
 
 
 _OPENED = "fctune_opened"  # template variable: the loops that are at a message

@@ -39,7 +39,7 @@ class EnvironmentHost:
 
     Args:
         name: ``files``, ``calendar`` or ``shop``, the name of an entry point in ``fctune.environments``, or
-            ``module:Class``.
+            ``FILE.py:Class`` or ``module:Class``.
         limits: Limits on its time, memory and results.
 
     Raises:
@@ -58,7 +58,7 @@ class EnvironmentHost:
             listed = self._start_process()
         except EnvironmentDefect as error:
             self.close()
-            raise ConfigError(f"{error}. Pass an environment's name, or module:Class of a working one.") from None
+            raise ConfigError(f"{error}. Pass an environment's name, or FILE.py:Class of a working one.") from None
         self.tools = self._read_tools(listed)
         self.tool_set = ToolSet(self.tools)
 

@@ -34,6 +34,20 @@ class Limits:
     result_bytes: int = 256 * 1024
 
 
+# Variables that Python and common libraries need; none holds a key.
+_PASSED = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV")
+_FURTHER = "FCTUNE_ENVIRONMENT_VARIABLES"
+
+
+def list_variables() -> dict[str, str]:
+    """Return the environment variables of an environment's process: no keys or tokens, unless the user names them.
+
+    ``FCTUNE_ENVIRONMENT_VARIABLES`` names further ones to pass on, separated by commas.
+    """
+    further = [name.strip() for name in os.environ.get(_FURTHER, "").split(",")]
+    return {name: value for name, value in os.environ.items() if name in (*_PASSED, *further) or name[:3] == "LC_"}
+
+
 class ProcessError(Exception):
     """The process ended, hung or exceeded its limits."""
 
@@ -42,7 +56,7 @@ class WorkerProcess:
     """A worker process, and the pipes to it.
 
     Args:
-        reference: ``module:Class`` of the environment.
+        reference: ``FILE.py:Class``, or ``module:Class`` of an installed package.
         limits: What it may use.
     """
 
@@ -50,9 +64,9 @@ class WorkerProcess:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``end``)
         allowed = {"memory_bytes": limits.memory_bytes, "result_bytes": limits.result_bytes}
         # One thread per process: memory limits count what idle threads of numerical libraries reserve.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        environment = list_variables() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "fctune.environments.worker", reference, json.dumps(allowed)],
+            [sys.executable, "-P", "-m", "fctune.environments.worker", reference, json.dumps(allowed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

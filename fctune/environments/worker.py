@@ -7,6 +7,7 @@ own. Output that the class prints goes to stderr.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -14,6 +15,8 @@ import struct
 import sys
 import threading
 import time
+from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 from fctune.environments.base import TaskSpec, ToolError
@@ -92,10 +95,8 @@ class _Worker:
         return encoded
 
     def _do_open(self) -> Any:
-        module, _, name = self._reference.partition(":")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        found: Any = importlib.import_module(module)
+        where, _, name = self._reference.rpartition(":")
+        found: Any = _load_file(Path(where)) if where.endswith(".py") else _import_module(where, name)
         for part in name.split("."):
             found = getattr(found, part)
         needed = ("list_tools", "make_task", "reset", "call", "state")
@@ -129,6 +130,29 @@ class _Worker:
 
     def _do_close(self, episode: int) -> None:
         self._episodes.pop(episode, None)
+
+
+def _import_module(name: str, class_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        file = Path(f"{name.replace('.', '/')}.py")
+        if file.is_file():
+            hint = f"modules are not imported from the working directory; pass {file}:{class_name}"
+            raise ModuleNotFoundError(f"{error}: {hint}") from None
+        raise
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Import a module from its file; its folder comes last on the path, so the files next to it hide no package."""
+    sys.path.append(str(path.resolve().parent))
+    name = f"environment_{path.stem}"  # a file calendar.py does not become Python's own module
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _watch_parent() -> None:

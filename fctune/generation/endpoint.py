@@ -7,33 +7,20 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from fctune.calls.reasoning.base import Reasoning
-from fctune.calls.reasoning.registry import find_reasoning
 from fctune.config.server_address import parse_base_url
 from fctune.data.conversation import Conversation, Message
 from fctune.errors import ConfigError
-from fctune.generation.engine import Answer, AnswerTokens, Sampling
+from fctune.generation.engine import Answer, Sampling
 from fctune.generation.http_client import HttpClient, RequestError, RetryPolicy
+from fctune.generation.server_answers import Timing, TokenLimits, read_chat_answer, read_models, time_events
 
 # Distance of the seeds of a prompt's samples: seeds that users choose are close to each other, and must not meet.
 _SEED_STEP = 1_000_003
 # vLLM: "maximum context length is", "maximum model length of"; llama.cpp: "exceeds the available context size".
 _CONTEXT = re.compile(r"context (?:length|size|window)|maximum model length|max_model_len", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds to the first token and to the end of a streamed answer, and its number of tokens.
-
-    If the server does not report its tokens, ``num_tokens`` counts the events, of which servers send one a token.
-    """
-
-    first_s: float
-    total_s: float
-    num_tokens: int
 
 
 class EndpointEngine:
@@ -49,6 +36,9 @@ class EndpointEngine:
         retry_policy: How long a request is tried.
         template_args: Switches of the chat template, sent with each request; those of a prompt are merged over them.
         keeps_tokens: Answers have their ``tokens``, which vLLM sends on request; one without them is an error.
+
+    Attributes:
+        vocab_size: Token ids of answers are below it; None if it is not known.
 
     Raises:
         ConfigError: The address or the key is invalid, there is no server, the server refuses the key, or it does not
@@ -83,6 +73,7 @@ class EndpointEngine:
         self._give_up_after = max(8, 2 * concurrency)
         self._key_hint = "the server refuses the API key" if api_key else "the server requires an API key"
         self._accepts_ignore_eos = True
+        self.vocab_size: int | None = None
         self.model = self._find_model(model)
 
     def describe(self) -> dict[str, Any]:
@@ -145,7 +136,7 @@ class EndpointEngine:
         body |= {"ignore_eos": True} if self._accepts_ignore_eos else {}
         start = time.perf_counter()
         try:
-            return self._client.post_stream("/chat/completions", body, lambda events: _time_events(events, start))
+            return self._client.post_stream("/chat/completions", body, lambda events: time_events(events, start))
         except RequestError as error:
             if error.status in (400, 422) and "ignore_eos" in body:
                 self._accepts_ignore_eos = False
@@ -163,8 +154,7 @@ class EndpointEngine:
             listed = None
         if model is not None:
             return model
-        rows = listed.get("data") if isinstance(listed, dict) else None
-        names = [str(row["id"]) for row in rows or [] if isinstance(row, dict) and "id" in row]
+        names: list[str] = [row["id"] for row in read_models(listed)]
         if len(names) == 1:
             return names[0]
         unlisted = "the server lists none (for transformers serve, it is the directory that it was started with)"
@@ -176,12 +166,11 @@ class EndpointEngine:
     ) -> tuple[Answer, bool]:
         """Return the answer to one prompt, and True if the server seems to be gone."""
         start = time.perf_counter()
+        sent = self._body(prompt, max_new_tokens, sample)
+        most = sent["max_tokens"] if isinstance(sent["max_tokens"], int) else None  # --request may replace it
+        limits = TokenLimits(most, self.vocab_size) if self._keeps_tokens else None
         try:
-            answer = self._client.post(
-                "/chat/completions",
-                self._body(prompt, max_new_tokens, sample),
-                lambda body: _read_answer(body, index, self._keeps_tokens),
-            )
+            answer = self._client.post("/chat/completions", sent, lambda body: read_chat_answer(body, index, limits))
         except RequestError as error:
             if error.is_fatal:
                 hint = f"{self._key_hint}; set FCTUNE_API_KEY" if error.status in (401, 403) else "see --served-model"
@@ -243,89 +232,3 @@ def _hint_at_context(error: RequestError) -> str:
     if error.status not in (400, 413) or not _CONTEXT.search(str(error)):
         return ""
     return "; start the server with a longer context (vLLM: --max-model-len, llama.cpp: -c), or lower --max-new-tokens"
-
-
-def _read_answer(body: Any, index: int, keeps_tokens: bool = False) -> Answer:
-    """Return the answer in a completion's body, with its tokens if they are kept, or raise ``ValueError``."""
-    choices = body.get("choices") if isinstance(body, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    message = choice.get("message") if isinstance(choice, dict) else None
-    if not isinstance(choice, dict) or not isinstance(message, dict):
-        raise ValueError(f"no choices[0].message in {json.dumps(body)[:120]}")
-    content, calls = message.get("content"), message.get("tool_calls")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    if not isinstance(content, str | None) or not isinstance(calls, list | None):
-        raise ValueError(f"content or tool_calls of the wrong type in {json.dumps(message)[:120]}")
-    is_cut = choice.get("finish_reason") == "length"
-    sent = tuple(c if isinstance(c, dict) else {} for c in calls or ())
-    reasoning = _read_reasoning(message, content or "", sent, body.get("usage"))
-    usage = body.get("usage")
-    num_tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    tokens = _read_tokens(body, choice) if keeps_tokens else None
-    return Answer(
-        index,
-        content or "",
-        is_cut,
-        sent,
-        reasoning=reasoning,
-        num_tokens=num_tokens if isinstance(num_tokens, int) else None,
-        tokens=tokens,
-    )
-
-
-def _read_tokens(body: Mapping[str, Any], choice: Mapping[str, Any]) -> AnswerTokens:
-    """Return the token ids and log-probabilities that vLLM sends with ``return_token_ids`` and ``logprobs``."""
-    ids, prompt_ids = choice.get("token_ids"), body.get("prompt_token_ids")
-    listed = choice.get("logprobs")
-    content = listed.get("content") if isinstance(listed, dict) else None
-    if not isinstance(ids, list) or not isinstance(prompt_ids, list) or not isinstance(content, list):
-        raise ValueError("no token ids or no log-probabilities, which vLLM from 0.10.2 on sends on request")
-    sent = [token.get("logprob") if isinstance(token, dict) else None for token in content]
-    logprobs = tuple(float(value) for value in sent if isinstance(value, int | float))
-    if not len(logprobs) == len(sent) == len(ids):
-        raise ValueError(f"{len(ids):,} token ids with {len(logprobs):,} log-probabilities")
-    return AnswerTokens(tuple(prompt_ids), tuple(ids), logprobs)
-
-
-def _read_reasoning(
-    message: Mapping[str, Any], content: str, calls: Sequence[Mapping[str, Any]], usage: Any
-) -> Reasoning | None:
-    """Return the reasoning that a server sent apart from the content, or left in it if it has no reasoning parser."""
-    texts = [message.get(key) for key in ("reasoning", "reasoning_content")]
-    text = next((text for text in texts if isinstance(text, str) and text.strip()), None)
-    if text is None:
-        return find_reasoning(content)
-    # Without anything after it, the reasoning was cut off or never closed.
-    is_closed = bool(content.strip() or calls)
-    details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
-    num_tokens = details.get("reasoning_tokens") if isinstance(details, dict) else None
-    # vLLM counts 0 if the prompt opened the reasoning.
-    is_counted = isinstance(num_tokens, int) and num_tokens > 0
-    return Reasoning(text.strip(), is_closed, num_tokens=num_tokens if is_counted else None)
-
-
-def _is_reasoning(delta: Mapping[str, Any]) -> bool:
-    return bool(delta.get("reasoning") or delta.get("reasoning_content"))
-
-
-def _time_events(events: Iterator[Any], start: float) -> Timing:
-    """Return the timing of a stream, or raise ``ValueError`` if it broke off."""
-    first_s, num_events, num_reported, is_complete = None, 0, None, False
-    for event in events:
-        if not isinstance(event, dict):
-            is_complete |= event is None
-            continue
-        choices = event.get("choices") or [{}]
-        # Not every server ends with [DONE].
-        is_complete |= choices[0].get("finish_reason") is not None
-        delta = choices[0].get("delta") or {}
-        if delta.get("content") or delta.get("tool_calls") or _is_reasoning(delta):
-            first_s = first_s or time.perf_counter() - start
-            num_events += 1
-        if isinstance(event.get("usage"), dict):
-            num_reported = event["usage"].get("completion_tokens")
-    if not is_complete:
-        raise ValueError("the stream ended before its [DONE]")
-    total_s = time.perf_counter() - start
-    return Timing(first_s or total_s, total_s, num_events if num_reported is None else num_reported)

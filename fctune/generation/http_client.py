@@ -26,7 +26,7 @@ _TRANSIENT = {408, 409, 425, 429}
 _FATAL = {401, 403, 404, 405}
 _MAX_CONNECT_S = 10.0
 # Patterns of httpx for addresses of this machine.
-_LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
+LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 _MAX_REASON_LENGTH = 300
 # Length of the shortest piece of an API key that is redacted; providers themselves show the last four characters.
 _SECRET_PIECE_LENGTH = 6
@@ -51,13 +51,30 @@ class RetryPolicy:
     max_retry_after_s: float = 300.0
 
 
-class RequestError(Exception):
-    """A request without a usable answer; ``status`` is the server's, None if it sent none."""
+class UnusableAnswer(ValueError):
+    """An answer that cannot be used, though the server sent it as a success; ``kind`` is counted in metrics."""
 
-    def __init__(self, reason: str, status: int | None = None, retry_after_s: float | None = None):
+    def __init__(self, kind: str, reason: str):
+        super().__init__(reason)
+        self.kind = kind
+
+
+class RequestError(Exception):
+    """A request without a usable answer.
+
+    Attributes:
+        status: Status that the server sent; None if it sent none.
+        retry_after_s: Seconds that it asks to wait.
+        kind: What is wrong with the answer of a success, otherwise None.
+    """
+
+    def __init__(
+        self, reason: str, status: int | None = None, retry_after_s: float | None = None, kind: str | None = None
+    ):
         super().__init__(reason)
         self.status = status
         self.retry_after_s = retry_after_s
+        self.kind = kind
 
     @property
     def is_transient(self) -> bool:
@@ -91,7 +108,7 @@ class HttpClient:
         max_body_bytes: int = 64 * 1024**2,
     ):
         self.retry_policy = retry_policy or RetryPolicy()
-        self._secret_pieces = _cut_secret(api_key) if api_key else frozenset()
+        self._secret_pieces = cut_secret(api_key) if api_key else frozenset()
         self._max_body_bytes = max_body_bytes
         self._stopped = threading.Event()
         self._random = random.Random()
@@ -103,7 +120,7 @@ class HttpClient:
             timeout=httpx.Timeout(timeout_s, connect=min(_MAX_CONNECT_S, timeout_s), pool=None),
             limits=httpx.Limits(max_connections=None),
             follow_redirects=False,
-            mounts=dict.fromkeys(_LOOPBACK),
+            mounts=dict.fromkeys(LOOPBACK),
         )
 
     def start(self) -> None:
@@ -122,15 +139,26 @@ class HttpClient:
         """
         return self._attempt("GET", path, None, _Body.read_json)
 
-    def post(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        read: Callable[[Any], T],
+        on_failure: Callable[[RequestError], None] = lambda error: None,
+    ) -> T:
         """Return what ``read`` makes of the server's JSON answer, after as many attempts as may help.
 
-        ``read`` raises ``ValueError`` for an answer that makes no sense, which counts as a failed attempt.
+        ``read`` raises ``UnusableAnswer`` for an answer that makes no sense, which counts as a failed attempt.
+        ``on_failure`` gets the error of each failed attempt.
 
         Raises:
             RequestError: The last attempt's error, with the number of attempts.
         """
-        return self._retry(lambda: self._attempt("POST", path, body, lambda answer: read(answer.read_json())))
+
+        def attempt() -> T:
+            return self._attempt("POST", path, body, lambda answer: read(answer.read_json()))
+
+        return self._retry(attempt, on_failure)
 
     def post_text(self, path: str, body: dict[str, Any]) -> str:
         """Return the text of the server's answer, otherwise as ``post``; for servers that answer without JSON."""
@@ -147,22 +175,23 @@ class HttpClient:
 
     def redact(self, text: str) -> str:
         """Return the text on one line, shortened and without any piece of the API key, as it is or encoded."""
-        line = _remove_pieces(" ".join(text.split())[: 4 * _MAX_REASON_LENGTH], self._secret_pieces)
+        line = remove_pieces(" ".join(text.split())[: 4 * _MAX_REASON_LENGTH], self._secret_pieces)
         return line if len(line) <= _MAX_REASON_LENGTH else line[: _MAX_REASON_LENGTH - 3] + "..."
 
-    def _retry(self, attempt: Callable[[], T]) -> T:
+    def _retry(self, attempt: Callable[[], T], on_failure: Callable[[RequestError], None] = lambda error: None) -> T:
         policy = self.retry_policy
         for number in range(1, policy.max_attempts + 1):
             try:
                 return attempt()
             except RequestError as error:
+                on_failure(error)
                 requested_s = error.retry_after_s or 0.0
                 is_last = number == policy.max_attempts or requested_s > policy.max_retry_after_s
                 longest_s = min(policy.max_wait_s, policy.first_wait_s * 2 ** (number - 1))
                 wait_s = max(requested_s, longest_s * self._random.uniform(0.5, 1.0))
                 if is_last or not error.is_transient or self._stopped.wait(wait_s):
                     count = f" ({number} attempts)" if number > 1 else ""
-                    raise RequestError(f"{error}{count}", error.status, error.retry_after_s) from None
+                    raise RequestError(f"{error}{count}", error.status, error.retry_after_s, error.kind) from None
         raise AssertionError("the last attempt raises or returns")
 
     def _attempt(self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[_Body], T]) -> T:
@@ -183,7 +212,8 @@ class HttpClient:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RequestError(self.redact(f"connection failed ({str(error) or type(error).__name__})")) from None
         except ValueError as error:
-            raise RequestError(self.redact(f"unusable answer: {error}"), 200) from None
+            kind = error.kind if isinstance(error, UnusableAnswer) else "malformed"
+            raise RequestError(self.redact(f"unusable answer: {error}"), 200, kind=kind) from None
 
     def _to_error(self, response: httpx.Response, answer: _Body) -> RequestError:
         try:
@@ -252,7 +282,7 @@ class _Body:
         yield rest
 
 
-def _cut_secret(secret: str) -> frozenset[str]:
+def cut_secret(secret: str) -> frozenset[str]:
     """Return all pieces of a secret and of its hexadecimal and base64 forms, of one length."""
     raw = secret.encode()
     forms = [secret, raw.hex(), raw.hex().upper()]
@@ -265,7 +295,7 @@ def _cut_secret(secret: str) -> frozenset[str]:
     return frozenset(form[at : at + length] for form in forms for at in range(len(form) - length + 1))
 
 
-def _remove_pieces(line: str, pieces: frozenset[str]) -> str:
+def remove_pieces(line: str, pieces: frozenset[str]) -> str:
     """Replace each stretch of a line that consists of pieces of a secret by ``***``."""
     length = len(next(iter(pieces), ""))
     kept: list[str] = []

@@ -8,6 +8,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message, Tool
 from fctune.errors import ConfigError
 from fctune.generation.endpoint import EndpointEngine
+from fctune.generation.server_answers import count_vocabulary
 
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "Name of a city, as in Köln"}}}
 _PROBE = Conversation(
@@ -19,6 +20,8 @@ _PROBE = Conversation(
 def check_server_tokens(engine: EndpointEngine, template: ChatTemplate) -> None:
     """Compare the token ids of a prompt with tools; asks the server for one token.
 
+    From then on, the engine refuses answers with ids outside the vocabulary.
+
     Args:
         engine: The server, opened with ``keeps_tokens``.
         template: The tokenizer and chat template that will be trained with.
@@ -26,6 +29,7 @@ def check_server_tokens(engine: EndpointEngine, template: ChatTemplate) -> None:
     Raises:
         ConfigError: The server sends no ids, or other ones.
     """
+    engine.vocab_size = count_vocabulary(template)
     (answer,) = engine.answer([_PROBE], 1)
     if answer.tokens is None:
         raise ConfigError(f"{engine.url}: sends no token ids ({answer.error}). Serve the model with vLLM.")

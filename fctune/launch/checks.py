@@ -198,7 +198,7 @@ def _check_driver() -> list[Problem]:
 
 def _check_kernels(num_gpus: int) -> list[Problem]:
     """Run kernels on each GPU, in a process of its own, which is abandoned if a GPU hangs."""
-    command = [sys.executable, "-c", _PROBE, str(num_gpus)]
+    command = [sys.executable, "-P", "-c", _PROBE, str(num_gpus)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=stop_with_parent()
     )

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fctune.config.components import ALLOW_COMPONENTS
+from fctune.config.loading import read_environment
 from fctune.config.schema import RunConfig
 from fctune.errors import ConfigError
 from fctune.models.run_config import load_run_config
@@ -56,13 +58,18 @@ class LaunchSpec:
             raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}).") from None
 
     def to_shell(self, node: int) -> str:
-        """Shell assignments of ``recipe``, ``output_dir``, ``log`` and ``arguments``, to be sourced by a script."""
+        """Shell assignments of ``recipe``, ``output_dir``, ``log`` and ``arguments``, to be sourced by a script.
+
+        What ``--allow-component`` has allowed is exported to the ranks.
+        """
         words = {
             "recipe": self.config.recipe,
             "output_dir": self.config.output_dir,
             "log": str(self.log_dir / f"node-{node}.log"),
         }
         lines = [f"{name}={shlex.quote(value)}" for name, value in words.items()]
+        if allowed := read_environment().get(ALLOW_COMPONENTS):
+            lines.append(f"export {ALLOW_COMPONENTS}={shlex.quote(allowed)}")
         return "\n".join([*lines, f"arguments=({' '.join(map(shlex.quote, self.arguments))})"]) + "\n"
 
 

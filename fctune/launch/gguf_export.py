@@ -90,11 +90,11 @@ def export_gguf(model: str, out: Path | None = None, quantize: str | None = None
     folder = out or default
     path = folder / f"{name}-{gguf_type}.gguf"
     modelfile_path = path.with_suffix(".Modelfile")
+    modelfile, unserved = make_modelfile(template, path.name)
     with _writing(folder, _count_weights(files.model_dir), gguf_type):
         with _partial_file(path) as partial:
             _convert(files.model_dir, template, partial, gguf_type)
             _require_same_tokens(partial, template, texts)
-        modelfile, unserved = make_modelfile(template, path.name)
         write_atomically(modelfile_path, modelfile)
     return GgufExport(path, modelfile_path, unserved, len(texts))
 

@@ -80,7 +80,7 @@ def launch_recipe(
         requests.has_workers = True
         threading.Thread(target=_end_with_stuck_worker, args=(show,), name="stuck-worker", daemon=True).start()
         try:
-            elastic_launch(config, sys.executable)("-u", "-m", "fctune.launcher_watch", str(recipe), *arguments)
+            elastic_launch(config, sys.executable)("-P", "-u", "-m", "fctune.launcher_watch", str(recipe), *arguments)
         except ChildFailedError as error:
             return _exit_code(error, output_dir, started_at, requests, show)
         except SignalException as error:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.errors import DataError
+from fctune.errors import ConfigError, DataError
 
 _SYSTEM, _ASKED, _SAID, _RESULT = "Systemtext", "Askedtext", "Saidtext", "Resulttext"
 _NAME, _ARGUMENTS = "calledtool", {"argumentname": "argumenttext"}
@@ -23,17 +23,22 @@ _TOOLS = tuple(
     for name in (_NAME, "othertool")
 )
 _BARE = "{{ $tool.Function }}"
+_ENDS = '"\r\n'  # characters that end a value without quotes, or begin one with them
 _USER = Message("user", _ASKED)
 _ANSWER = Message("assistant", _SAID)
 _CALL = Call(_NAME, _ARGUMENTS, "call00001")
 
 
 def make_modelfile(template: ChatTemplate, file_name: str) -> tuple[str, str | None]:
-    """Return the Modelfile for a GGUF file, and why it declares no tools; None if it does."""
-    lines = [f"FROM ./{file_name}"]
+    """Return the Modelfile for a GGUF file, and why it declares no tools; None if it does.
+
+    Raises:
+        ConfigError: A stop token, or the file's name, would end its value in the Modelfile.
+    """
+    lines = [f"FROM {_quote(f'./{file_name}') if set(file_name) & set(_ENDS) else f'./{file_name}'}"]
     reason = None
     try:
-        lines.append(f'TEMPLATE """{_Parts(template).write()}"""')
+        lines.append(f'TEMPLATE """{_refuse_quotes(_Parts(template).write())}"""')
     except DataError as error:
         reason = str(error)
     lines += [f"PARAMETER stop {_quote(template.decode([token]))}" for token in sorted(template.stop_ids)]
@@ -167,13 +172,26 @@ def _cut_end(text: str, end: str) -> str:
 
 
 def _quote(text: str) -> str:
-    """Return a text in quotes as a Modelfile's parser removes them, which knows no escapes."""
+    """Return a text in quotes as a Modelfile's parser removes them, which knows no escapes.
+
+    Raises:
+        ConfigError: It would end the value, so that the rest of it were instructions.
+    """
+    if '"""' in text:
+        raise ConfigError(
+            f"{text!r} contains three quotation marks, which end a value in Ollama's Modelfile: what follows would be "
+            "read as instructions. A stop token like this is no accident; export from a tokenizer without it."
+        )
     quotes = '"""' if '"' in text else '"'
     return f"{quotes}{text}{quotes}"
 
 
-def _escape(text: str) -> str:
-    """Return a text as Go's templates hold it, inside the quotes of a Modelfile."""
+def _refuse_quotes(text: str) -> str:
     if '"""' in text:
         raise DataError('its chat template writes """, which ends a Modelfile\'s TEMPLATE')
+    return text
+
+
+def _escape(text: str) -> str:
+    """Return a text as Go's templates hold it."""
     return text.replace("{{", '{{ "{{" }}')

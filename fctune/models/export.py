@@ -33,14 +33,9 @@ from fctune.models.architecture import Architecture
 from fctune.models.base_weights import plan_base
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import FrozenLinear, is_scale
+from fctune.models.hub import COMPANION_FILES
 from fctune.models.lora import LoRALinear, is_adapter, iter_adapted, merge
 from fctune.models.token_rows import TokenRows, trained_token_ids
-
-# Files of the base, other than config.json, that a model trained from it needs.
-_COMPANIONS = (
-    *("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json"),
-    *("chat_template*", "generation_config.json", "*processor_config.json", "LICENSE*", "USE_POLICY*"),
-)
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -272,7 +267,7 @@ def copy_companions(base_dir: Path, out: Path, prompting: Prompting = BASE_PROMP
         out: Directory to write to.
         prompting: Template to write in place of the base's, and switches to record over those of the base.
     """
-    for pattern in _COMPANIONS:
+    for pattern in COMPANION_FILES:
         for file in base_dir.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, out / file.name)

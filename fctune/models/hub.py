@@ -23,6 +23,12 @@ _PATTERNS = [
 _NUM_DIGEST_BLOCKS = 64
 _DIGEST_BLOCK_BYTES = 65_536
 WEIGHT_FILES = ("config.json", "*.safetensors")
+# Files of a base, other than its config and weights, that a model trained from it needs; exports copy them.
+COMPANION_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json"),
+    *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("generation_config.json", "*processor_config.json", "LICENSE*", "USE_POLICY*"),
+)
 
 
 def parse_name(path: str) -> tuple[str, str | None] | None:

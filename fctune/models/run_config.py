@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -52,7 +53,7 @@ def _find_model_problems(config: RunConfig) -> list[str]:
         modules = [name for name in modules if isinstance(name, str)] or ALL_LINEAR
     path: Any = getattr(config.model, "path", None)
     source: Any = getattr(config.model, "source", None)
-    is_local = isinstance(path, str) and (Path(path) / "config.json").is_file()
+    is_local = isinstance(path, str) and os.path.isfile(Path(path) / "config.json")
     return find_model_problems(
         path if is_local else None, modules, source if source in get_args(ModelSource) else "auto"
     )

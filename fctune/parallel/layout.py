@@ -125,9 +125,11 @@ def _count_copies(config: ParallelConfig, hardware: Hardware) -> int:
 
 
 def check_memory(
-    hardware: Hardware, layout: ParallelLayout, has_adapter: bool, estimate: Callable[[int], Footprint], path: str
+    hardware: Hardware, layout: ParallelLayout, smaller: str | None, estimate: Callable[[int], Footprint], path: str
 ) -> str | None:
     """Compare the estimated memory with the device's; returns a warning if the run probably does not fit, else None.
+
+    ``smaller`` is the setting that makes the weights themselves smaller, if there is one.
 
     Raises:
         ConfigError: The run cannot fit with any batch size; gives the missing memory and settings that would fit.
@@ -139,7 +141,7 @@ def check_memory(
     report = (
         f"model.path={path}: a rank needs about {need}, {(need.total - usable) / GIB:.1f} GiB more than the "
         f"{usable / GIB:.1f} GiB it can use. Settings that would fit: "
-        f"{'; '.join(_suggest_remedies(hardware, layout, has_adapter, estimate, usable))}."
+        f"{'; '.join(_suggest_remedies(hardware, layout, smaller, estimate, usable))}."
     )
     if need.total - need.of_batch > memory:
         raise ConfigError(report)
@@ -149,7 +151,7 @@ def check_memory(
 def _suggest_remedies(
     hardware: Hardware,
     layout: ParallelLayout,
-    has_adapter: bool,
+    smaller: str | None,
     estimate: Callable[[int], Footprint],
     usable_bytes: float,
 ) -> list[str]:
@@ -166,8 +168,17 @@ def _suggest_remedies(
             remedies.append(f"parallel.mode=fsdp on {shards} such devices")
     if estimate(layout.shard).of_batch > usable_bytes / 4:
         remedies.append("a lower micro_batch_size or data.seq_len, or activation_checkpointing.fraction=1.0")
-    remedies.append("adapter.base=nf4" if has_adapter else "an adapter instead of all weights, or an 8-bit optimizer")
-    return remedies
+    if smaller:
+        remedies.append(smaller)
+    return remedies or ["a smaller model, or devices with more memory"]
+
+
+def suggest_smaller_weights(config: RunConfig, model: CausalLM) -> str | None:
+    """Return the setting that makes the weights of a run smaller, or None if there is none that it accepts."""
+    if config.adapter is None:
+        return "an adapter instead of all weights, or an 8-bit optimizer"
+    is_quantized = config.adapter.base == "nf4" or bool(model.architecture.expert_names)
+    return None if is_quantized else "adapter.base=nf4"
 
 
 def check_layout(config: RunConfig, model: CausalLM, mode: str, num_shards: int) -> None:

@@ -38,6 +38,7 @@ class DataSize:
     supervised: int  # tokens
     pairs: int  # pairs of a token and a token it attends to, including itself
     source: str  # where the numbers come from
+    is_prepared: bool = False  # counted in a prepared set
 
     @property
     def padding_share(self) -> float:
@@ -153,6 +154,7 @@ def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str, world_si
         int(share * tokens),
         int((lengths * (lengths + 1) // 2).sum()),
         f"{how} {prepared.path}",
+        is_prepared=True,
     )
 
 

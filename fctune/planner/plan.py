@@ -14,7 +14,6 @@ from fctune.data.prepared_set import resolve_batch_size
 from fctune.errors import ConfigProblems
 from fctune.models.architecture import Architecture
 from fctune.planner.data_size import DataSize, count_steps, measure_data
-from fctune.planner.kernel_times import KernelTimes
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting
 from fctune.planner.models import (
@@ -26,14 +25,14 @@ from fctune.planner.models import (
     shape_model,
 )
 from fctune.planner.plan_request import PlanRequest
-from fctune.planner.prices import CURRENCY, Cost, Prices, compute_cost
-from fctune.planner.rollouts import RolloutPlan, plan_rollouts
-from fctune.planner.rule_of_thumb import RuleOfThumb, estimate_flops_by_rule, estimate_memory_by_rule
-from fctune.planner.speed import EFFICIENCY_RANGE, Flops, StepTime
+from fctune.planner.prices import CURRENCY, Cost
+from fctune.planner.rollouts import RolloutPlan
+from fctune.planner.speed import MEASURED_RANGE, UNMEASURED_RANGE, Flops, KernelTimes, StepTime
+from fctune.planner.startup import Startup
 from fctune.planner.storage import Storage
-from fctune.planner.variants import ScalingPoint, Variant, VariantSearch
+from fctune.planner.variants import Estimate, ScalingPoint, Variant, VariantSearch, recommend
 
-VERSION = 1  # of the JSON
+VERSION = 2  # of the JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +52,11 @@ class Plan:
     largest_micro_batch: int
     flops: Flops
     compute_width: int  # bytes per element in matrix products
-    efficiency: float
-    time: StepTime
-    kernel_times: KernelTimes | None  # None if the run is not compiled
-    slowest_s: float  # step time at the low end of the efficiency range
-    quickest_s: float  # step time at the high end
+    kernel_times: KernelTimes
+    estimate: Estimate
     rows: DataSize | None
     num_steps: int | None
-    rule_of_thumb: RuleOfThumb
-    rule_of_thumb_flops: float | None
-    storage: Storage
     variants: list[Variant]
-    rollouts: RolloutPlan | None = None  # generation, in reinforcement
     scaling: list[ScalingPoint] = field(default_factory=list)
 
     @property
@@ -75,16 +67,39 @@ class Plan:
     @property
     def num_gpus(self) -> int:
         """GPUs that are paid for: those that train, and those of the server in reinforcement."""
-        grpo, rollouts = self.config.grpo, self.rollouts
-        is_apart = grpo is not None and rollouts is not None and grpo.engine == "server"
-        return self.world_size + (rollouts.num_gpus if is_apart and rollouts is not None else 0)
+        return self.estimate.num_gpus
+
+    @property
+    def time(self) -> StepTime:
+        """Time of a step's parts, without generation."""
+        return self.estimate.time
 
     @property
     def step_s(self) -> float:
         """Seconds per optimizer step; in reinforcement with the generation of its answers, if none is dropped."""
-        if self.rollouts is None or self.config.grpo is None:
-            return self.time.total_s
-        return self.rollouts.batch_s / self.config.grpo.updates_per_batch
+        return self.estimate.step_s
+
+    @property
+    def rollouts(self) -> RolloutPlan | None:
+        """Generation, in reinforcement."""
+        return self.estimate.rollouts
+
+    @property
+    def storage(self) -> Storage:
+        """Files of the run and the cost of saving them."""
+        return self.estimate.storage
+
+    @property
+    def startup(self) -> Startup:
+        """Time before the first step."""
+        return self.estimate.startup
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the GPU's peak rate that a step's arithmetic reaches, without waiting for the network."""
+        if self.request.efficiency is not None:
+            return self.request.efficiency
+        return self.flops.total / (self.request.gpu.tflops(self.compute_width) * 1e6 * self.kernel_times.total)
 
     @property
     def num_packs(self) -> int:
@@ -136,32 +151,33 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Hours of training with the expected saves and failures, without start-up, compilation and evaluation."""
-        return self.storage.hours(self.num_steps, self.step_s)
+        """Hours of start-up, and of training with the expected saves and failures; without evaluation."""
+        return self.estimate.hours
+
+    @property
+    def error_range(self) -> tuple[float, float]:
+        """Training time of a run like this, as shares of the planned one: the shortest and the longest to expect."""
+        is_like_measured = self.config.compile and self.request.gpu.name == "h100" and self.world_size == 1
+        return MEASURED_RANGE if is_like_measured and not self.has_experts else UNMEASURED_RANGE
 
     @property
     def hours_range(self) -> tuple[float, float] | None:
-        """``hours`` at both ends of the efficiency range; None if it is given, steps are unknown, or with rollouts."""
-        if self.rollouts is not None:
+        """``hours`` at both ends of ``error_range``; None with a given efficiency, unknown steps, or rollouts."""
+        training = self.estimate.training_hours
+        if training is None or self.rollouts is not None or self.request.efficiency is not None:
             return None
-        low, high = (self.storage.hours(self.num_steps, step_s) for step_s in (self.quickest_s, self.slowest_s))
-        return None if low is None or high is None or low == high else (low, high)
+        low, high = (self.startup.total_s / 3600 + share * training for share in self.error_range)
+        return low, high
 
     @property
     def cost(self) -> Cost | None:
         """Cost of the run by part; None without a price of a GPU-hour or a known number of steps."""
-        request, hours = self.request, self.hours
-        if hours is None or request.price is None:
-            return None
-        return compute_cost(
-            request.prices if self.config.currency == CURRENCY else Prices(),
-            request.price,
-            hours,
-            self.num_gpus,
-            request.shared_gib,
-            request.network_gib * request.nodes,
-            self.egress_gib,
-        )
+        return self.estimate.cost
+
+    @property
+    def recommended(self) -> ScalingPoint | None:
+        """Number of nodes that the search recommends; None if hours are unknown, or none meets the deadline."""
+        return recommend(self.scaling, self.request.deadline_hours)
 
     @property
     def egress_gib(self) -> float:
@@ -173,7 +189,6 @@ class Plan:
         """Return the plan as plain values in the layout of ``VERSION``: bytes and seconds, None if unknown."""
         request, hours = self.request, self.hours
         gpu_hours = None if hours is None else hours * self.num_gpus
-        rule = asdict(self.rule_of_thumb)
         return {
             "version": VERSION,
             "config": self.config.to_dict(),
@@ -195,7 +210,6 @@ class Plan:
             "memory": self.peak.footprint.to_json()
             | {"phase": self.peak.phase, "fits": self.fits, "margin": self.margin_bytes},
             "largest_micro_batch": self.largest_micro_batch,
-            "rule_of_thumb": rule | {"total_gib": self.rule_of_thumb.total_gib, "flops": self.rule_of_thumb_flops},
             "data": None if self.rows is None else self.rows.to_json(),
             "num_steps": self.num_steps,
             "warmup_steps": self.warmup_steps,
@@ -203,7 +217,9 @@ class Plan:
             "warnings": self.warnings,
             "step": self.time.to_json()
             | {"flops_per_token": asdict(self.flops) | {"total": self.flops.total}, "efficiency": self.efficiency},
-            "kernels_us_per_token": None if self.kernel_times is None else self.kernel_times.to_json(),
+            "kernels_us_per_token": self.kernel_times.to_json(),
+            "startup": self.startup.to_json(),
+            "training_hours": self.estimate.training_hours,
             "hours": hours,
             "hours_range": self.hours_range,
             "gpu_hours": gpu_hours,
@@ -222,6 +238,7 @@ class Plan:
                     "gpu_hours": point.gpu_hours,
                     "cost": point.cost,
                     "pays": point.pays,
+                    "recommended": point is self.recommended,
                 }
                 for point in self.scaling
             ],
@@ -257,21 +274,15 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     memory = MemoryModel(model, config, request.gpu.memory_bytes, supervised_share)
     search = VariantSearch(config, request, model, memory, rows)
     setting, reason = search.configured()
-    peak, step_time = memory.peak(setting), search.time(setting)
-    num_trained = sum(t.numel for t in memory.all.tensors if t.is_trained)
-    num_parameters = sum(t.numel for t in memory.all.tensors)
+    peak = memory.peak(setting)
     num_steps = config.max_steps if config.grpo is not None else count_steps(config, rows)
     most = math.ceil(config.global_batch_size / world_size)
-    flops_by_rule = None
-    if rows is not None and num_steps is not None:
-        total_tokens = rows.tokens * num_steps / search.steps_per_epoch
-        flops_by_rule = estimate_flops_by_rule(num_parameters, total_tokens, is_recomputed=setting.fraction > 0)
     return Plan(
         config=config,
         request=request,
         shape_source=shape_source,
-        num_parameters=num_parameters,
-        num_trained=num_trained,
+        num_parameters=search.num_parameters,
+        num_trained=sum(t.numel for t in memory.all.tensors if t.is_trained),
         has_experts=bool(architecture.expert_names),
         tokens_note=tokens.note,
         setting=setting,
@@ -280,34 +291,11 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         largest_micro_batch=memory.largest_micro_batch(setting, most, config.global_batch_size),
         flops=search.flops(setting),
         compute_width=memory.precision.compute_dtype.itemsize,
-        efficiency=search.efficiency,
-        time=step_time,
-        kernel_times=search.kernel_times(setting) if config.compile else None,
-        slowest_s=search.time(setting, EFFICIENCY_RANGE[0]).total_s,
-        quickest_s=search.time(setting, EFFICIENCY_RANGE[1]).total_s,
+        kernel_times=search.kernel_times(setting),
+        estimate=search.estimate(setting, peak, search.time(setting), num_steps),
         rows=rows,
         num_steps=num_steps,
-        rule_of_thumb=estimate_memory_by_rule(
-            num_parameters,
-            num_trained,
-            world_size,
-            setting.micro_batch_size,
-            config.data.seq_len,
-            architecture.embed_dim,
-            architecture.num_layers,
-        ),
-        rule_of_thumb_flops=flops_by_rule,
-        storage=search.storage(setting, num_steps),
         variants=search.variants(request.nodes),
-        rollouts=plan_rollouts(
-            config,
-            architecture,
-            num_parameters,
-            request.gpu,
-            _count_generating_gpus(config, request),
-            step_time.total_s / config.global_batch_size,
-            peak.footprint.state + peak.footprint.buffers + peak.footprint.context,
-        ),
         scaling=search.scale(num_steps) if request.is_searching else [],
     )
 
@@ -331,13 +319,6 @@ def _find_model(config: RunConfig, request: PlanRequest) -> tuple[Architecture, 
     assert found is not None
     architecture, model_dir, source = found
     return *extend_architecture(config, architecture, model_dir), source
-
-
-def _count_generating_gpus(config: RunConfig, request: PlanRequest) -> int:
-    """Return the GPUs that generate in reinforcement: the server's, or those that train."""
-    if config.grpo is not None and config.grpo.engine == "server":
-        return request.server_gpus or request.gpus_per_node
-    return request.nodes * request.gpus_per_node
 
 
 def list_remedies(plan: Plan) -> list[str]:

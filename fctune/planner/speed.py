@@ -1,40 +1,66 @@
-"""Step time: arithmetic at a stated efficiency, memory traffic beyond that, and communication that is not hidden."""
+"""Time of a step: kernels at measured rates, communication that is not hidden, and the update.
+
+Each kind of kernel runs at a share of the GPU's datasheet rates. The shares come from one profile of Llama 3.1 8B's
+LoRA on an H100 (docs/performance.md); the other rows that were measured on that GPU are compared with their plans in
+docs/plan.md. Arithmetic and bytes are counted from the model's shapes. Waiting for launches, which slows down models of
+less than a billion parameters, is not modelled.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
+from fctune.config.schema import RunConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.gpus import Gpu
-from fctune.planner.blocks import find_adapted
+from fctune.models.architecture import Architecture, Block
+from fctune.models.frozen_linear import NF4_BYTES_PER_WEIGHT
+from fctune.planner.blocks import find_adapted, find_adapter_inputs
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Setting
-from fctune.planner.memory_traffic import count_bytes_moved, count_fused_bytes
 from fctune.planner.storage import HOST_GB_S
 
-# Share of the dense peak that a step with fused kernels reaches, including all waiting: Megatron-LM's README reports
-# 41 % to 48 % on H100 for 2 to 462 billion parameters. The middle is the default, the ends are the range of a plan.
-EFFICIENCY = 0.445
-EFFICIENCY_RANGE = (0.41, 0.48)
+# Shares of the peak rate of products, attention and the head; of the memory's rate for adapters' thin products, which
+# find a part of their input in the cache, and for other kernels. Float8 products are taken to reach the same share of
+# their own peak.
+_PRODUCTS, _ATTENTION, _HEAD = 0.726, 0.35, 0.5
+_THIN, _FUSED = 1.0, 0.72
 
-# Share of the peak that the best matrix products reach on H100: 794.5 of 989 in bfloat16, 1402.6 of 1979 in float8
-# (https://github.com/stas00/ml-engineering, compute/accelerator, maximum achievable matmul).
-_BF16_SHARE = 0.803
-_FLOAT8_SHARE = 0.709
+# Microseconds a token that no rate explains, on an H100 and for 32 layers of 4,096 values: attention over rows of many
+# short conversations, whose kernels start with empty tiles; and loss, clipping and launches. They are taken to shrink
+# as products do.
+_SHORT_CONVERSATIONS, _OTHER = 5.7, 2.5
+_H100_TFLOPS, _LAYERS, _WIDTH = 989.4, 32, 4096
 
-# Share of a link's rate that collectives reach at a block's size of some 100 MB, and of the memory's rate that kernels
-# reach. Assumptions, between the warning and failure thresholds of configs/acceptance_2x8_h100.yaml; ``fctune
-# acceptance`` measures both.
+# Bytes per number that rounding to float8 moves. By tensor, a number is read for the largest value, read again and
+# written. By row (a frozen base), most of the reading is fused with the kernel before; counted in what torch's compiler
+# makes of a block of 8B (``benchmarks.kernels``).
+_ROUNDING_BY_TENSOR, _ROUNDING_BY_ROW = 5.0, 2.1
+
+# Time that a run takes, as shares of the planned time. For a compiled run on one H100: the largest error of the rows
+# measured there (docs/plan.md). Otherwise nothing of ours was measured; published runs of other trainers on up to 128
+# GPUs took up to this much longer than a plan of ours (tests/planner/test_plan.py).
+MEASURED_RANGE, UNMEASURED_RANGE = (0.95, 1.05), (0.95, 1.4)
+
+# Speed of a GPU among so many, as a share of that in one node: MPT-7B under FSDP on H100s
+# (https://github.com/mosaicml/llm-foundry, scripts/train/benchmarking). Numbers between are interpolated by doublings.
+_SHARE_BY_GPUS = {8: 1.0, 128: 0.984, 256: 0.951, 512: 0.909}
+
+# Share of a link's rate that collectives reach at a block's size of some 100 MB. An assumption, between the warning and
+# failure thresholds of configs/acceptance_2x8_h100.yaml; ``fctune acceptance`` measures it.
 _LINK_SHARE = 0.8
-_MEMORY_SHARE = 0.8
 
-# Share of the arithmetic that can overlap with communication: nothing precedes the first block of a step, and
+# Share of the computation that can overlap with communication: nothing precedes the first block of a step, and
 # collectives occupy some multiprocessors. An assumption.
 _OVERLAP = 0.9
 
 # Rate of host memory available to one rank's optimizer update while all ranks of the node update. An assumption.
 _HOST_MEMORY_GB_S = 40
+
+_FLOAT32 = 4  # bytes of what eager RoPE computes in
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +80,73 @@ class Flops:
 
 
 @dataclass(frozen=True, slots=True)
+class BytesMoved:
+    """Bytes per token that kernels read and write."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """Bytes of both passes."""
+        return self.forward + self.backward
+
+    def plus(self, other: BytesMoved, times: int = 1) -> BytesMoved:
+        """Return the sum with a multiple of another's."""
+        return BytesMoved(self.forward + times * other.forward, self.backward + times * other.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTimes:
+    """Microseconds per computed position on one GPU, without communication and the update."""
+
+    products: float  # of the blocks' linears, without adapters
+    recomputed: float  # products, attention and other kernels of checkpointed blocks, again
+    adapters: float  # thin products
+    fused: float  # kernels between products: norms, RoPE, activations, sums, dropout, rounding, dequantization
+    attention: float
+    head: float  # and the loss
+    other: float
+    reference: float = 0.0  # forward pass of the frozen base, in preference training
+
+    @property
+    def total(self) -> float:
+        """Time of all kernels together."""
+        return math.fsum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def arithmetic(self) -> float:
+        """Time of products, attention and the head, recomputed ones included."""
+        return self.products + self.recomputed + self.attention + self.head + self.reference
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Positions per second of one GPU, padding included."""
+        return 1e6 / self.total
+
+    def to_json(self) -> dict[str, float]:
+        """Return the times by name, with their total."""
+        return asdict(self) | {"total": self.total}
+
+
+@dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of one optimizer step by use, and the bytes communicated."""
 
-    compute_s: float
-    memory_traffic_s: float  # traffic of eager kernels and adapters beyond the fused kernels that efficiencies refer to
+    compute_s: float  # products, attention and the head
+    memory_traffic_s: float  # other kernels: between products, of adapters, of the loss; sums of gradients
     collectives_s: float
     host_s: float  # transfers of offloaded tensors between GPU and host
     exposed_s: float  # part of the communication that training waits for
-    update_s: float  # optimizer update
+    update_s: float  # clipping and the optimizer
+    stragglers_s: float  # waiting for the slowest of many GPUs
     gathered_bytes: int  # received per rank and step
     reduced_bytes: int
 
     @property
     def total_s(self) -> float:
-        """Seconds of the step: computation, memory traffic, exposed communication and the update."""
-        return self.compute_s + self.memory_traffic_s + self.exposed_s + self.update_s
+        """Seconds of the step: computation, memory traffic, exposed communication, the update and stragglers."""
+        return self.compute_s + self.memory_traffic_s + self.exposed_s + self.update_s + self.stragglers_s
 
     def to_json(self) -> dict[str, float]:
         """Return the times and sizes as plain values."""
@@ -141,6 +218,171 @@ def count_flops(
     return Flops(products, recomputed, 14 * pair, head_total, reference)
 
 
+def count_block_bytes(a: Architecture, block: Block, config: RunConfig, width: int) -> tuple[BytesMoved, BytesMoved]:
+    """Count the bytes per token of a block: of adapters' thin products, and of the kernels between products.
+
+    Compiled, adjacent operators are fused; in eager mode, each reads its inputs and writes its output. A thin product
+    with A reads its input, one with B writes the output; backward reads gradients and inputs again for the gradients of
+    both, and writes that of the input.
+
+    Args:
+        a: Sizes of the model.
+        block: One of its blocks.
+        config: Config of the run.
+        width: Bytes per element in the compute dtype.
+    """
+    plain = _count_plain_bytes(a, block, config.compile, width)
+    adapter = config.adapter
+    if adapter is None:
+        return BytesMoved(0, 0), plain
+    inputs = sum(read.in_dim for read in find_adapter_inputs(a, block, adapter))
+    outputs = sum(linear.out_dim for linear in find_adapted(a, block.linears, adapter))
+    thin = BytesMoved((inputs + outputs) * width, 2 * (inputs + outputs) * width)
+    count = _count_fused_adapter_bytes if config.compile else _count_eager_adapter_bytes
+    return thin, plain.plus(count(a, block, adapter, inputs, outputs, width))
+
+
+def _count_plain_bytes(a: Architecture, block: Block, is_fused: bool, width: int) -> BytesMoved:
+    """Count the bytes of a block's kernels without adapters."""
+    d, rotated = a.embed_dim, (a.num_heads + a.num_kv_heads) * a.head_dim
+    activated = sum(branch.output.in_dim for branch in block.branches if not branch.is_attention)
+    if block.experts:
+        # The last product's input for each choice. Rows are copied to their experts, weighted and added: as much
+        # traffic as that of the same number of activated elements, within a third.
+        last = block.experts[-1]
+        activated += last.num_chosen * (last.in_dim + last.out_dim)
+    if is_fused:
+        # Norm, RoPE, sum and norm, SwiGLU, sum; in backward the same, SwiGLU's output again, and sums of gradients.
+        forward = (2 + 4 + 3) * d + 2 * rotated + 3 * activated
+        return BytesMoved(forward * width, (11 * d + 2 * rotated + 6 * activated) * width)
+    rope = 2 * (width + _FLOAT32)  # conversion to float32 and back
+    return BytesMoved(
+        # Norms, residual sums, SwiGLU; for RoPE, products with both tables, their sums and stacking.
+        forward=(4 + 6) * d * width + 5 * activated * width + (rope + 9 * _FLOAT32) * rotated,
+        # Norms, sums of gradients; for RoPE the same and the padding of slices.
+        backward=(6 + 15) * d * width + 9 * activated * width + (rope + 14 * _FLOAT32) * rotated,
+    )
+
+
+def _count_fused_adapter_bytes(
+    a: Architecture, block: Block, adapter: AdapterConfig, inputs: int, outputs: int, width: int
+) -> BytesMoved:
+    """Count what compiled kernels around adapters' products move, per token.
+
+    They add the product to the base's, which is then written if backward needs it, as for gate and up; add gradients;
+    compute the last linear's input again; and drop inputs. DoRA scales the sum; its backward computes gradients of the
+    sum and of the scales.
+    """
+    kept = again = 0
+    for branch in block.branches:
+        if not branch.is_attention:
+            kept += sum(linear.out_dim for linear in find_adapted(a, branch.inputs, adapter))
+            again += sum(linear.in_dim for linear in find_adapted(a, (branch.output,), adapter))
+    dropped, scaled = (inputs if adapter.dropout else 0), (outputs if adapter.dora else 0)
+    return BytesMoved((outputs + kept + dropped + scaled) * width, (inputs + again + 3 * scaled) * width)
+
+
+def _count_eager_adapter_bytes(
+    a: Architecture, block: Block, adapter: AdapterConfig, inputs: int, outputs: int, width: int
+) -> BytesMoved:
+    """Count what eager operators around adapters' products move, per token.
+
+    ``addmm`` copies the base's output and adds to it; gradients of an input are added. Dropout hashes 32-bit keys and
+    keeps a mask; DoRA scales the sum.
+    """
+    dropped, dropped_back = (38 + 4 * width, 1 + 4 * width) if adapter.dropout else (0, 0)
+    scaled, scaled_back = (2, 6) if adapter.dora else (0, 0)
+    return BytesMoved(
+        inputs * dropped + (3 + scaled) * outputs * width,
+        inputs * (3 * width + dropped_back) + scaled_back * outputs * width,
+    )
+
+
+def count_precision_bytes(memory: MemoryModel, micro_batch_tokens: float, fraction: float) -> float:
+    """Count the bytes per token that rounding to float8 and dequantizing NF4 move.
+
+    The input and weight of a product are rounded in forward and backward, the gradient in backward; compiled, linears
+    that read the same tensor share its rounding. A frozen float8 base is rounded before training, and transposed in
+    backward. A frozen NF4 base is dequantized for each product, in checkpointed blocks once more.
+
+    Args:
+        memory: Memory model of the run.
+        micro_batch_tokens: Tokens of a micro-batch, over which the weights' bytes are spread.
+        fraction: Share of the blocks that are checkpointed.
+    """
+    adapter, a = memory.config.adapter, memory.architecture
+    linears = [linear for block in a.blocks for linear in block.linears]
+    weights = sum(linear.in_dim * linear.out_dim for linear in linears)
+    if adapter is not None and adapter.base == "nf4":
+        return weights * (NF4_BYTES_PER_WEIGHT + 2) * (2 + fraction) / micro_batch_tokens
+    is_base = adapter is not None and adapter.base == "float8"
+    if not (is_base or memory.precision.has_float8_matmuls):
+        return 0.0
+    inputs, outputs = sum(linear.in_dim for linear in linears), sum(linear.out_dim for linear in linears)
+    if memory.config.compile:
+        branches = [branch for block in a.blocks for branch in block.branches]
+        inputs = sum(sum({linear.in_dim for linear in branch.inputs}) + branch.output.in_dim for branch in branches)
+    if is_base:
+        return _ROUNDING_BY_ROW * (inputs + outputs) + 2 * weights / micro_batch_tokens
+    return _ROUNDING_BY_TENSOR * (2 * inputs + outputs + 2 * weights / micro_batch_tokens)
+
+
+def estimate_kernel_times(
+    memory: MemoryModel, gpu: Gpu, fraction: float, flops: Flops, micro_batch_tokens: float
+) -> KernelTimes:
+    """Estimate the time of each kind of kernel.
+
+    Args:
+        memory: Memory model of the run.
+        gpu: Rates of the GPU.
+        fraction: Share of the blocks that are checkpointed.
+        flops: Result of ``count_flops``.
+        micro_batch_tokens: Tokens of a micro-batch.
+    """
+    a, config, width = memory.architecture, memory.config, memory.precision.compute_dtype.itemsize
+    rate, bandwidth = gpu.tflops(width) * 1e6, gpu.memory_gb_s * 1e3  # FLOP and bytes per microsecond
+    multiply = rate * _PRODUCTS * float8_ratio(memory, gpu)
+    thin, kernels = BytesMoved(0, 0), BytesMoved(0, 0)
+    for block, count in Counter(a.blocks).items():
+        thin_part, part = count_block_bytes(a, block, config, width)
+        thin, kernels = thin.plus(thin_part, count), kernels.plus(part, count)
+    base = (6 if config.adapter is None else 4) * sum(block.num_active_weights for block in a.blocks)
+    adapters = max(thin.total / (bandwidth * _THIN), (flops.products - base) / (rate * _PRODUCTS))
+    attend_again = 4 / 14 * flops.attention  # of a forward pass, if each block runs again
+    recomputed_attention = 0.0 if config.activation_checkpointing.policy == "op" else fraction * attend_again
+    recomputed = (flops.recomputed - recomputed_attention) / multiply + recomputed_attention / (rate * _ATTENTION)
+    recomputed += fraction * kernels.forward / (bandwidth * _FUSED)
+    reference = 0.0
+    if flops.reference:
+        reference = (flops.reference - attend_again) / multiply + attend_again / (rate * _ATTENTION)
+        reference += kernels.forward / (bandwidth * _FUSED)
+    slower = _H100_TFLOPS * 1e6 / rate
+    # Tokens of a row that attend to all earlier ones of it are in one long conversation.
+    pairs = flops.attention / (14 * a.num_layers * a.num_heads * a.head_dim)
+    short = max(0.0, 1 - (2 * pairs - 1) / config.data.seq_len)
+    heads = a.num_layers * a.num_heads * a.head_dim / (_LAYERS * _WIDTH)
+    moved = kernels.total + count_precision_bytes(memory, micro_batch_tokens, fraction)
+    return KernelTimes(
+        products=base / multiply,
+        recomputed=recomputed,
+        adapters=adapters,
+        fused=moved / (bandwidth * _FUSED),
+        attention=flops.attention / (rate * _ATTENTION) + _SHORT_CONVERSATIONS * short * heads * slower,
+        head=flops.head / (rate * _HEAD),
+        other=_OTHER * a.num_layers / _LAYERS * _H100_TFLOPS / gpu.bf16_tflops,
+        reference=reference,
+    )
+
+
+def float8_ratio(memory: MemoryModel, gpu: Gpu) -> float:
+    """Return how many times as fast products are in float8 as in bfloat16; 1 if the run has none."""
+    adapter = memory.config.adapter
+    is_base = adapter is not None and adapter.base == "float8"
+    if gpu.fp8_tflops is None or not (memory.precision.has_float8_matmuls or is_base):
+        return 1.0
+    return gpu.fp8_tflops / gpu.bf16_tflops
+
+
 def estimate_step_time(
     memory: MemoryModel,
     gpu: Gpu,
@@ -148,7 +390,7 @@ def estimate_step_time(
     flops: Flops,
     packs: int,
     ranks_per_node: int,
-    efficiency: float = EFFICIENCY,
+    efficiency: float | None = None,
     slots_per_pack: float | None = None,
 ) -> StepTime:
     """Estimate the duration of a step; ranks with fewer packs wait for the others.
@@ -163,15 +405,22 @@ def estimate_step_time(
         flops: FLOPs per token.
         packs: Packs per step over all ranks.
         ranks_per_node: Ranks on each node.
-        efficiency: Share of the GPU's dense peak that fused kernels reach.
+        efficiency: Share of the GPU's dense peak that all kernels together reach, as measured by the user; None takes
+            the rates of each kind of kernel.
         slots_per_pack: Computed positions per pack, including padding; None for full packs.
     """
     per_rank = math.ceil(packs / setting.world_size)
     tokens = per_rank * (memory.config.data.seq_len if slots_per_pack is None else slots_per_pack)
     micro_batches = math.ceil(per_rank / setting.micro_batch_size)
-    compute = tokens * flops.total / (gpu.tflops(memory.precision.compute_dtype.itemsize) * 1e12 * efficiency)
-    traffic = tokens * memory_traffic_seconds(memory, gpu, setting.fraction)
-    compute -= float8_savings(memory, gpu, flops, tokens, micro_batches)
+    if efficiency is None:
+        kernels = estimate_kernel_times(memory, gpu, setting.fraction, flops, tokens / micro_batches)
+        compute, traffic = tokens * kernels.arithmetic / 1e6, tokens * (kernels.total - kernels.arithmetic) / 1e6
+        # The gradients of later micro-batches are added to the first one's.
+        sums = 3 * (micro_batches - 1) * memory.sharded_state(setting).gradients
+        traffic += sums / (gpu.memory_gb_s * 1e9 * _FUSED)
+    else:
+        peak = gpu.tflops(memory.precision.compute_dtype.itemsize) * 1e12
+        compute, traffic = tokens * flops.total / (peak * efficiency), 0.0
     gathered, scattered, summed = count_communication(memory, setting, micro_batches)
     inner = _bus_bytes_per_s(gpu, setting.shard, ranks_per_node)
     # The replicas of each shard reduce in separate rings at the same time.
@@ -190,62 +439,28 @@ def estimate_step_time(
     # Network and host links are independent; on each, the first block's transfer has nothing to overlap with.
     exposed = max(exposed, host - hidden, max(sent, host) / len(memory.blocks))
     state = memory.sharded_state(setting)
+    # Clipping reads the gradients; the optimizer reads them too, and reads and writes its state and the weights.
     moved = 2 * (state.optimizer + state.gradients) + 2 * state.gradients
-    update = moved / (_HOST_MEMORY_GB_S * 1e9 if memory.config.parallel.cpu_offload else _memory_bytes_per_s(gpu))
-    return StepTime(compute, traffic, sent, host, exposed, update, int(gathered), int(scattered + summed))
+    update = moved / (_HOST_MEMORY_GB_S * 1e9 if memory.config.parallel.cpu_offload else gpu.memory_gb_s * 1e9 * _FUSED)
+    stragglers = (compute + traffic) * (1 / _share_among(setting.world_size) - 1)
+    sizes = int(gathered), int(scattered + summed)
+    return StepTime(compute, traffic, sent, host, exposed, update, stragglers, *sizes)
+
+
+def _share_among(num_gpus: int) -> float:
+    """Return the speed of each of so many GPUs as a share of that in one node; that of the largest known beyond."""
+    numbers = list(_SHARE_BY_GPUS)
+    for low, high in itertools.pairwise(numbers):
+        if num_gpus <= high:
+            part = max(0.0, math.log(num_gpus / low) / math.log(high / low))
+            return _SHARE_BY_GPUS[low] + part * (_SHARE_BY_GPUS[high] - _SHARE_BY_GPUS[low])
+    return _SHARE_BY_GPUS[numbers[-1]]
 
 
 def has_reference(memory: MemoryModel) -> bool:
     """Return True if a step runs the frozen base too, to compare the policy with it."""
     preference = memory.config.preference
     return preference is not None and preference.needs_reference
-
-
-def memory_traffic_seconds(memory: MemoryModel, gpu: Gpu, fraction: float) -> float:
-    """Return the seconds per token of memory traffic beyond fused blocks without adapters.
-
-    Published efficiencies refer to such blocks and include their traffic.
-    """
-    a, width = memory.architecture, memory.precision.compute_dtype.itemsize
-    more = count_bytes_moved(a, memory.config, width).over(count_fused_bytes(a, width), fraction)
-    return a.num_layers * more / _memory_bytes_per_s(gpu)
-
-
-def float8_savings(memory: MemoryModel, gpu: Gpu, flops: Flops, tokens: float, micro_batches: int) -> float:
-    """Return the seconds that float8 products save over bfloat16, each at its best rate, minus the rounding."""
-    if (ratio := float8_ratio(memory, gpu)) == 1:
-        return 0.0
-    before = tokens * (flops.products + flops.recomputed) / (gpu.bf16_tflops * 1e12 * _BF16_SHARE)
-    return before * (1 - 1 / ratio) - count_rounding_bytes(memory, tokens, micro_batches) / _memory_bytes_per_s(gpu)
-
-
-def float8_ratio(memory: MemoryModel, gpu: Gpu) -> float:
-    """Return how many times as fast products are in float8 as in bfloat16, at the best rates; 1 if the run has none."""
-    adapter = memory.config.adapter
-    is_base = adapter is not None and adapter.base == "float8"
-    if gpu.fp8_tflops is None or not (memory.precision.has_float8_matmuls or is_base):
-        return 1.0
-    return gpu.fp8_tflops * _FLOAT8_SHARE / (gpu.bf16_tflops * _BF16_SHARE)
-
-
-def count_rounding_bytes(memory: MemoryModel, tokens: float, micro_batches: int) -> float:
-    """Return the bytes that rounding to float8 moves.
-
-    Each rounding reads a tensor for its largest value, then reads it again and writes one byte per element: for the
-    input and weight of a product in forward and backward, and for the gradient in backward. Compiled, the linears that
-    read the same tensor share its rounding.
-    """
-    adapter, a = memory.config.adapter, memory.architecture
-    is_base = adapter is not None and adapter.base == "float8"
-    linears = [linear for block in a.blocks for linear in block.linears]
-    inputs, outputs = sum(one.in_dim for one in linears), sum(one.out_dim for one in linears)
-    if memory.config.compile:
-        branches = [branch for block in a.blocks for branch in block.branches]
-        inputs = sum(sum({one.in_dim for one in branch.inputs}) + branch.output.in_dim for branch in branches)
-    # A frozen base is rounded once, before training.
-    weights = 0 if is_base else 2 * sum(one.in_dim * one.out_dim for one in linears)
-    numbers = tokens * ((1 if is_base else 2) * inputs + outputs) + micro_batches * weights
-    return numbers * (2 * memory.precision.compute_dtype.itemsize + 1)
 
 
 def count_communication(memory: MemoryModel, setting: Setting, micro_batches: int) -> tuple[float, float, float]:
@@ -292,7 +507,3 @@ def _bus_bytes_per_s(gpu: Gpu, ranks: int, ranks_per_node: int, num_rings: int =
     if ranks > ranks_per_node:
         rate = min(rate, gpu.nic_gb_s * ranks_per_node / num_rings)
     return rate * 1e9 * _LINK_SHARE
-
-
-def _memory_bytes_per_s(gpu: Gpu) -> float:
-    return gpu.memory_gb_s * 1e9 * _MEMORY_SHARE

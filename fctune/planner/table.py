@@ -14,9 +14,10 @@ from fctune.planner.plan import Plan, list_remedies
 from fctune.planner.plan_request import FAILURES_PER_GPU_DAY
 from fctune.planner.prices import Cost
 from fctune.planner.rollouts import RolloutPlan
-from fctune.planner.speed import EFFICIENCY_RANGE
+from fctune.planner.speed import MEASURED_RANGE
+from fctune.planner.startup import IMAGE_GB, PREPARED_TOKENS_S
 from fctune.planner.storage import MAX_LOST_SHARE
-from fctune.planner.variants import WORTHWHILE_SPEEDUP, Variant
+from fctune.planner.variants import MAX_EXTRA_COST, WORTHWHILE_SPEEDUP, ScalingPoint, Variant
 from fctune.terminal import print_full_width
 
 
@@ -64,14 +65,6 @@ def _print_memory(console: Console, plan: Plan) -> None:
     else:
         _say(console, f"does not fit: {_gib(-plan.margin_bytes)} GiB over the GPU's {_gib(memory)} GiB", "red")
     _say(console, f"largest micro_batch_size that fits with a tenth free: {plan.largest_micro_batch or 'none'}")
-    rule = plan.rule_of_thumb
-    _say(
-        console,
-        f"rule of thumb, (weights + gradients + optimizer) / GPUs + activations: {rule.state_gib:.2f} + "
-        f"{rule.activations_gib:.2f} = {rule.total_gib:.2f} GiB; it assumes float32, sharding over all GPUs and "
-        "one tensor per block, and ignores the MLP, logits, unsharded tensors, CUDA and fragmentation",
-        "dim",
-    )
 
 
 def _print_variants(console: Console, plan: Plan) -> None:
@@ -98,26 +91,22 @@ def _print_variants(console: Console, plan: Plan) -> None:
 
 
 def _print_time(console: Console, plan: Plan) -> None:
-    time, flops = plan.time, plan.flops
-    kernels = "adapters" if plan.config.compile else "uncompiled kernels"
+    time, kernels = plan.time, plan.kernel_times
     rate = plan.request.gpu.tflops(plan.compute_width)
     host = f" or the host (of {_seconds(time.host_s)})" if time.host_s else ""
-    traffic = f" + {_seconds(time.memory_traffic_s)} memory traffic of {kernels}" if time.memory_traffic_s else ""
+    traffic = f" + {_seconds(time.memory_traffic_s)} other kernels" if time.memory_traffic_s else ""
     _say(
         console,
-        f"step time: {_seconds(time.total_s)} = {_seconds(time.compute_s)} arithmetic ({flops.total / 1e9:.3g} GFLOP "
-        f"per token at {plan.efficiency:.1%} of {rate:g} TFLOP/s){traffic} + "
+        f"step time: {_seconds(time.total_s)} = {_seconds(time.compute_s)} arithmetic{traffic} + "
         f"{_seconds(time.exposed_s)} waiting for the network (of {_seconds(time.collectives_s)} in total){host} + "
-        f"{_seconds(time.update_s)} update",
+        f"{_seconds(time.update_s)} update"
+        + (f" + {_seconds(time.stragglers_s)} waiting for the slowest of many GPUs" if time.stragglers_s else ""),
     )
-    if plan.kernel_times is not None:
-        times = plan.kernel_times
-        parts = ", ".join(f"{name} {value:.1f}" for name, value in asdict(times).items() if value >= 0.05)
-        _say(
-            console,
-            f"kernel by kernel, at rates profiled on an H100: {times.total:.1f} microseconds a token ({parts}), "
-            f"{times.tokens_per_s:,.0f} tokens/s per GPU with padding, without the network",
-        )
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in asdict(kernels).items() if value >= 0.05)
+    shown = f"{plan.flops.total / 1e9:.3g} GFLOP per token at {plan.efficiency:.1%} of {rate:g} TFLOP/s"
+    if plan.request.efficiency is None:
+        shown += f": {kernels.total:.1f} microseconds ({parts})"
+    _say(console, f"  {shown}")
     if plan.compute_width > 2 and rate == plan.request.gpu.bf16_tflops:
         _say(
             console,
@@ -142,22 +131,16 @@ def _print_time(console: Console, plan: Plan) -> None:
             f"per epoch, {rows.supervised / rows.tokens:.0%} supervised, {rows.padding_share:.1%} of the positions "
             f"padding ({rows.source})",
         )
+    _say(console, _describe_startup(plan))
     if plan.hours is not None:
         _say(console, _describe_cost(plan, plan.hours), "bold")
+        if plan.hours_range is not None:
+            _say(console, _describe_trust(plan), "dim")
         if plan.cost is not None:
             _say(console, _describe_parts(plan, plan.cost))
         _say(console, _describe_schedule(plan, plan.num_steps or 0))
     for warning in plan.warnings:
         _say(console, warning, "yellow")
-    if plan.rule_of_thumb_flops is not None:
-        factor = 8 if plan.setting.fraction else 6
-        hours = plan.rule_of_thumb_flops / (rate * 1e12 * plan.efficiency) / 3600
-        _say(
-            console,
-            f"rule of thumb, {factor} N D: {hours:,.1f} GPU-hours; it counts a frozen base as trained and the "
-            "embedding as a matrix product, and ignores attention, padding, memory traffic and the network",
-            "dim",
-        )
 
 
 def _print_rollouts(console: Console, rollouts: RolloutPlan) -> None:
@@ -215,19 +198,45 @@ def _describe_schedule(plan: Plan, num_steps: int) -> str:
     return line
 
 
+def _describe_startup(plan: Plan) -> str:
+    startup, request, setting = plan.startup, plan.request, plan.setting
+    if startup.given_s is not None:
+        return f"start-up: {_hours(startup.given_s / 3600)} (--startup-min)"
+    hub, disk = f"{request.download_gb_s:g} GB/s (--download-gb-s)", f"{request.disk_gb_s:g} GB/s (--disk-gb-s)"
+    copies = format_count(max(1, min(request.nodes, setting.replicate)), "node")
+    parts = {
+        f"image of {IMAGE_GB:g} GB (assumed) at {hub}": startup.image_s,
+        "the base from the hub at the same rate": startup.download_s,
+        f"preparation at {PREPARED_TOKENS_S:,} tokens/s (assumed for 16 cores)": startup.prepare_s,
+        f"reading the base on {copies} at {disk}": startup.load_s,
+        "set-up": startup.setup_s,
+        "compilation, both measured on an H100": startup.compile_s,
+    }
+    listed = "; ".join(f"{_seconds(value)} {name}" for name, value in parts.items() if value)
+    return f"start-up: {_hours(startup.total_s / 3600)}: {listed}"
+
+
 def _describe_cost(plan: Plan, hours: float) -> str:
-    ends = plan.hours_range
-    gpu_hours, price = hours * plan.num_gpus, plan.request.price
-    line = f"{format_count(plan.num_steps or 0, 'step')}: {_hours(hours)}"
+    ends, gpu_hours, price = plan.hours_range, hours * plan.num_gpus, plan.request.price
+    line = f"{format_count(plan.num_steps or 0, 'step')}: {_hours(hours)} with start-up"
     if ends is not None:
-        low, high = EFFICIENCY_RANGE
-        line += f" ({_hours(ends[0])} to {_hours(ends[1])} at {high:.0%} to {low:.0%} of the peak rate)"
+        line += f" ({_hours(ends[0])} to {_hours(ends[1])})"
     line += f", {gpu_hours:,.1f} GPU-hours"
     if price is not None:
         line += f", {gpu_hours * price:,.2f} {plan.config.currency} at {price:g} {plan.config.currency} per GPU-hour"
         if ends is not None:
-            line += f" ({ends[0] * plan.world_size * price:,.2f} to {ends[1] * plan.world_size * price:,.2f})"
-    return f"{line}; without start-up, compilation and evaluation"
+            line += f" ({ends[0] * plan.num_gpus * price:,.2f} to {ends[1] * plan.num_gpus * price:,.2f})"
+    return f"{line}; without evaluation"
+
+
+def _describe_trust(plan: Plan) -> str:
+    low, high = plan.error_range
+    whose = (
+        "compiled runs measured on one H100 took"
+        if plan.error_range == MEASURED_RANGE
+        else "nothing like this run was measured; published runs of others took"
+    )
+    return f"  the range: {whose} {low:.0%} to {high:.0%} of the planned time (docs/plan.md)"
 
 
 def _print_storage(console: Console, plan: Plan) -> None:
@@ -267,8 +276,9 @@ def _print_storage(console: Console, plan: Plan) -> None:
 def _print_search(console: Console, plan: Plan) -> None:
     is_timed, is_priced = plan.num_steps is not None, plan.request.price is not None and plan.num_steps is not None
     names = ["nodes", "GPUs", "fastest that fits", "step", "tokens/s per GPU"]
-    names += ["hours", "GPU-hours"] * is_timed + [f"cost, {plan.config.currency}"] * is_priced + ["pays off"]
-    table = Table(*names, box=None, pad_edge=False)
+    names += ["hours", "GPU-hours"] * is_timed + [f"cost, {plan.config.currency}"] * is_priced
+    table = Table(*names, "recommended" if is_timed else "pays off", box=None, pad_edge=False)
+    recommended = plan.recommended
     for point in plan.scaling:
         best = point.best
         cells = [str(point.nodes), str(point.nodes * plan.request.gpus_per_node)]
@@ -278,11 +288,34 @@ def _print_search(console: Console, plan: Plan) -> None:
             cells += [_describe_briefly(best), _seconds(best.time.total_s), f"{best.tokens_per_s_per_gpu:,.0f}"]
         figures = [point.hours, point.gpu_hours] * is_timed + [point.cost] * is_priced
         cells += ["" if value is None else f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}" for value in figures]
-        table.add_row(*cells, "yes" if point.pays else "no")
+        is_good = point is recommended if is_timed else point.pays
+        table.add_row(*cells, "yes" if is_good else "no", style="bold" if is_timed and is_good else None)
     print_full_width(console, table)
+    line = _recommend(plan, recommended) if is_timed else _describe_useful(plan)
+    if line:
+        _say(console, line)
+
+
+def _recommend(plan: Plan, point: ScalingPoint | None) -> str:
+    """Say which number of nodes the search recommends, and by which rule."""
+    deadline = plan.request.deadline_hours
+    timed = [(point.hours, point) for point in plan.scaling if point.hours is not None]
+    if not timed:
+        return ""
+    if point is None or point.hours is None:
+        hours, fastest = min(timed, key=lambda found: found[0])
+        return f"no number of nodes is done within {deadline:g} h; the fastest, {fastest.nodes}, takes {_hours(hours)}"
+    by = "cheapest" if plan.request.price is not None else "number with the fewest GPU-hours"
+    rule = f"the {by} that is done within {deadline:g} h" if deadline is not None else ""
+    rule = rule or f"the fastest that is at most {MAX_EXTRA_COST:.0%} dearer than the {by} (or set --deadline-hours)"
+    return f"recommended: {format_count(point.nodes, 'node')}, {_hours(point.hours)} with start-up: {rule}"
+
+
+def _describe_useful(plan: Plan) -> str:
+    """Say up to which number of nodes a run of unknown length gets faster; empty if it fits nowhere."""
     paying = [point.nodes for point in plan.scaling if point.pays]
     if not paying:
-        return
+        return ""
     most, batch = paying[-1], plan.config.global_batch_size
     if most == plan.scaling[-1].nodes and 2 * most * plan.request.gpus_per_node > batch:
         why = f"global_batch_size={batch} packs cannot be split over twice as many GPUs"
@@ -290,7 +323,8 @@ def _print_search(console: Console, plan: Plan) -> None:
         why = "more were not tried"
     else:
         why = f"twice as many would be less than {WORTHWHILE_SPEEDUP:g} times as fast"
-    _say(console, f"largest useful cluster: {format_count(most, 'node')}; {why}")
+    line = f"largest useful cluster: {format_count(most, 'node')}; {why}"
+    return f"{line}. Pass --rows and --mean-tokens to weigh its cost"
 
 
 def _describe_briefly(variant: Variant) -> str:

@@ -1,4 +1,4 @@
-"""Settings of one run: the configured one, its alternatives, and the best one for each number of nodes."""
+"""Settings of one run: the configured one, its alternatives, and the number of nodes that is worth its cost."""
 
 from __future__ import annotations
 
@@ -11,16 +11,28 @@ from fctune.models.causal_lm import CausalLM
 from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.layout import Hardware, check_layout, choose_parallel_layout
 from fctune.planner.data_size import DataSize
-from fctune.planner.kernel_times import KernelTimes, estimate_kernel_times
 from fctune.planner.memory import MemoryModel
 from fctune.planner.memory_timeline import Peak, Setting
 from fctune.planner.models import is_valid_layout
 from fctune.planner.plan_request import PlanRequest
-from fctune.planner.speed import EFFICIENCY, Flops, StepTime, count_flops, estimate_step_time
+from fctune.planner.prices import CURRENCY, Cost, Prices, compute_cost
+from fctune.planner.rollouts import RolloutPlan, plan_rollouts
+from fctune.planner.speed import (
+    Flops,
+    KernelTimes,
+    StepTime,
+    count_flops,
+    estimate_kernel_times,
+    estimate_step_time,
+)
+from fctune.planner.startup import Startup, estimate_startup
 from fctune.planner.storage import Storage, plan_storage
 
-# Doubling the GPUs pays off if it makes the run at least this much faster.
+# Doubling the GPUs of a run of unknown length pays off if it makes a step at least this much faster.
 WORTHWHILE_SPEEDUP = 1.6
+
+# How much dearer than the cheapest number of nodes a recommended one may be.
+MAX_EXTRA_COST = 0.1
 
 _FRACTIONS = (0.0, 0.5, 1.0)
 _NODES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -38,15 +50,63 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """Time, files and cost of a run in one setting; hours and cost are None if the number of steps is unknown."""
+
+    time: StepTime
+    rollouts: RolloutPlan | None  # generation, in reinforcement
+    step_s: float  # with generation, if no answer is dropped
+    storage: Storage
+    startup: Startup
+    num_gpus: int  # paid for: those that train, and those of the server in reinforcement
+    training_hours: float | None  # with the expected saves and failures
+    cost: Cost | None  # None without a price of a GPU-hour, too
+
+    @property
+    def hours(self) -> float | None:
+        """Hours from the first paid minute to the last step."""
+        return None if self.training_hours is None else self.startup.total_s / 3600 + self.training_hours
+
+
+@dataclass(frozen=True, slots=True)
 class ScalingPoint:
     """Fastest variant on a number of nodes; None if nothing fits."""
 
     nodes: int
     best: Variant | None
-    hours: float | None
-    gpu_hours: float | None
-    cost: float | None
-    pays: bool  # worth doubling the previous number of nodes
+    estimate: Estimate | None
+    pays: bool  # worth doubling the previous number of nodes, if the run is long
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of the run, start-up included; None if unknown."""
+        return None if self.estimate is None else self.estimate.hours
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours of all GPUs that are paid for; None if unknown."""
+        return None if self.estimate is None or self.hours is None else self.hours * self.estimate.num_gpus
+
+    @property
+    def cost(self) -> float | None:
+        """Cost of all parts; None without a price or a known number of steps."""
+        return None if self.estimate is None or self.estimate.cost is None else self.estimate.cost.total
+
+
+def recommend(points: list[ScalingPoint], deadline_hours: float | None = None) -> ScalingPoint | None:
+    """Choose a number of nodes: the cheapest that meets the deadline; None if none does, or hours are unknown.
+
+    Without a deadline, it is the fastest of those that are at most ``MAX_EXTRA_COST`` dearer than the cheapest. Without
+    a price, GPU-hours are compared.
+    """
+    costs = {point.nodes: point.gpu_hours if point.cost is None else point.cost for point in points}
+    timed = [(point, point.hours, cost) for point in points if point.hours and (cost := costs[point.nodes]) is not None]
+    if deadline_hours is not None:
+        in_time = [(cost, hours, point) for point, hours, cost in timed if hours <= deadline_hours]
+        return min(in_time, key=lambda found: found[:2])[2] if in_time else None
+    least = min((cost for _, _, cost in timed), default=0.0)
+    cheap = [(hours, cost, point) for point, hours, cost in timed if cost <= (1 + MAX_EXTRA_COST) * least]
+    return min(cheap, key=lambda found: found[:2])[2] if cheap else None
 
 
 class VariantSearch:
@@ -56,7 +116,7 @@ class VariantSearch:
         self, config: RunConfig, request: PlanRequest, model: CausalLM, memory: MemoryModel, rows: DataSize | None
     ):
         self.config, self.request, self.model, self.memory, self.rows = config, request, model, memory, rows
-        self.efficiency = EFFICIENCY if request.efficiency is None else request.efficiency
+        self.num_parameters = sum(t.numel for t in memory.all.tensors)
         self.supervised_share = memory.supervised_share
         seq_len = config.data.seq_len
         # Without a known data size, each pack is taken to be one conversation of full length, which costs most.
@@ -93,10 +153,8 @@ class VariantSearch:
             setting.micro_batch_size,
         )
 
-    def time(self, setting: Setting, efficiency: float | None = None) -> StepTime:
-        """Return the step time of a setting; a requested efficiency overrides ``efficiency``."""
-        if efficiency is None or self.request.efficiency is not None:
-            efficiency = self.efficiency
+    def time(self, setting: Setting) -> StepTime:
+        """Return the step time of a setting."""
         return estimate_step_time(
             self.memory,
             self.request.gpu,
@@ -104,29 +162,57 @@ class VariantSearch:
             self.flops(setting),
             self.packs,
             self.request.gpus_per_node,
-            efficiency,
+            self.request.efficiency,
             self.slots_per_pack,
         )
 
     def kernel_times(self, setting: Setting) -> KernelTimes:
-        """Return the time of each kind of kernel in a setting, compiled."""
-        tokens = setting.micro_batch_size * self.config.data.seq_len
+        """Return the time of each kind of kernel in a setting."""
+        tokens = setting.micro_batch_size * self.slots_per_pack
         return estimate_kernel_times(self.memory, self.request.gpu, setting.fraction, self.flops(setting), tokens)
 
-    def storage(self, setting: Setting, num_steps: int | None) -> Storage:
-        """Return the disk space, and the time that saves and failures take, of a setting."""
-        rates = self.request.disk_gb_s, self.request.failures_per_gpu_day
-        step_s = self.time(setting).total_s
-        return plan_storage(
-            self.memory,
-            self.config,
-            setting.world_size,
-            self.rows,
-            *rates,
-            setting.shard,
-            num_steps,
-            step_s,
+    def estimate(self, setting: Setting, peak: Peak, time: StepTime, num_steps: int | None) -> Estimate:
+        """Return the time, files and cost of the run in a setting, whose peak memory and step time are known."""
+        config, request, gpus = self.config, self.request, setting.world_size
+        nodes = max(1, gpus // request.gpus_per_node)
+        grpo, footprint, step_s = config.grpo, peak.footprint, time.total_s
+        is_served = grpo is not None and grpo.engine == "server"
+        server_gpus = (request.server_gpus or request.gpus_per_node) if is_served else 0
+        rollouts = plan_rollouts(
+            config,
+            self.memory.architecture,
+            self.num_parameters,
+            request.gpu,
+            server_gpus or gpus,
+            time.total_s / config.global_batch_size,
+            footprint.state + footprint.buffers + footprint.context,
         )
+        if rollouts is not None and grpo is not None:
+            step_s = rollouts.batch_s / grpo.updates_per_batch
+        rates = request.disk_gb_s, request.failures_per_gpu_day
+        storage = plan_storage(self.memory, config, gpus, self.rows, *rates, setting.shard, num_steps, step_s)
+        startup = estimate_startup(
+            config,
+            setting,
+            nodes,
+            self.rows,
+            storage.base_bytes,
+            len(set(self.memory.architecture.blocks)),
+            request.disk_gb_s,
+            request.download_gb_s,
+            None if request.startup_min is None else 60 * request.startup_min,
+        )
+        made = Estimate(
+            *(time, rollouts, step_s, storage, startup, gpus + server_gpus),
+            training_hours=storage.hours(num_steps, step_s),
+            cost=None,
+        )
+        if made.hours is None or request.price is None:
+            return made
+        egress_gib = storage.export_bytes / 2**30 if request.egress_gib is None else request.egress_gib
+        prices = request.prices if config.currency == CURRENCY else Prices()
+        disks = request.shared_gib, request.network_gib * nodes
+        return replace(made, cost=compute_cost(prices, request.price, made.hours, made.num_gpus, *disks, egress_gib))
 
     def variants(self, nodes: int) -> list[Variant]:
         """Return every layout with every checkpointed fraction, each at the largest micro-batch that fits."""
@@ -169,14 +255,10 @@ class VariantSearch:
                 break
             fitting = [variant for variant in self.variants(nodes) if variant.fits]
             best = min(fitting, key=lambda variant: variant.time.total_s, default=None)
-            hours = None
-            if best is not None:
-                hours = self.storage(best.setting, num_steps).hours(num_steps, best.time.total_s)
-            gpu_hours = None if hours is None else hours * world_size
-            cost = None if gpu_hours is None or self.request.price is None else gpu_hours * self.request.price
+            estimate = None if best is None else self.estimate(best.setting, best.peak, best.time, num_steps)
             pays = best is not None
             if best is not None and previous is not None and previous.best is not None:
                 pays = previous.pays and previous.best.time.total_s / best.time.total_s >= WORTHWHILE_SPEEDUP
-            previous = ScalingPoint(nodes, best, hours, gpu_hours, cost, pays)
+            previous = ScalingPoint(nodes, best, estimate, pays)
             points.append(previous)
         return points

@@ -45,7 +45,13 @@ _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
         "Answers of a batch",
         "",
         False,
-        {"answers": "asked", "answers_trained": "trained", "answers_masked": "cut off", "answers_failed": "failed"},
+        {
+            "answers": "asked",
+            "answers_trained": "trained",
+            "answers_masked": "cut off",
+            "answers_failed": "failed",
+            "answers_rejected": "unusable, asked again",
+        },
     ),
     ("Log-probability of answers", "nats", False, {"logps_chosen": "chosen", "logps_rejected": "rejected"}),
     (

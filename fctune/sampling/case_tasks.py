@@ -121,6 +121,7 @@ class CaseTasks:
             text=answer.text,
             error=answer.error,
             judging_s=time.perf_counter() - started,
+            rejected=generation.rejected,
         )
 
 

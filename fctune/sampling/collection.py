@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fctune.config.intervals import format_count
 from fctune.config.sections.grpo import GRPOConfig
 from fctune.errors import DataError
 from fctune.sampling.rollouts import Request, Rollout
@@ -51,12 +52,20 @@ class RolloutBatch:
         """All answers, including failed ones and those of dropped groups."""
         return [one for group in (*self.groups, *self.dropped) for one in group]
 
+    def count_rejected(self) -> Counter[str]:
+        """Return how many unusable answers a server sent, by kind; each was asked for again, within bounds."""
+        return Counter(kind for one in self.rollouts for kind in one.rejected)
+
     def describe_failures(self) -> str | None:
-        """Return how many answers failed, with the reason of one; None if none did."""
-        failed = [one for one in self.rollouts if one.error is not None]
-        if not failed:
-            return None
-        return f"{len(failed):,} of {len(self.rollouts):,} answers failed, for example {_show_failure(failed[0])}"
+        """Return how many answers failed, with the reason of one, and which the server spoiled; None if none did."""
+        failed, rejected, said = [one for one in self.rollouts if one.error is not None], self.count_rejected(), []
+        if failed:
+            of_all = f"{len(failed):,} of {len(self.rollouts):,} answers failed"
+            said.append(f"{of_all}, for example {_show_failure(failed[0])}")
+        if rejected:
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in rejected.most_common())
+            said.append(f"the server sent {format_count(rejected.total(), 'unusable answer')} ({kinds})")
+        return "; ".join(said) or None
 
 
 class RolloutCollector:

@@ -86,6 +86,7 @@ class _Dialogue:
     is_cut: bool = False
     is_over: bool = False
     error: str | None = None
+    rejected: tuple[str, ...] = ()
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -165,6 +166,7 @@ class DialoguePlayer:
         rooms = [min(self._limits.max_new_tokens, self._limits.max_tokens - len(prompt)) for prompt in prompts]
         for generation in engine.generate(prompts, seeds, rooms):
             dialogue = active[generation.index]
+            dialogue.rejected += generation.rejected
             if generation.error is not None:
                 dialogue.fail(generation.error)
             else:
@@ -224,7 +226,7 @@ class DialoguePlayer:
         finally:
             dialogue.world.close()
         if dialogue.error is not None:
-            return _make_failed(dialogue.request, dialogue.world.category, dialogue.error)
+            return _make_failed(dialogue.request, dialogue.world.category, dialogue.error, dialogue.rejected)
         return Rollout(
             dialogue.request.case_id,
             dialogue.request.sample,
@@ -239,6 +241,7 @@ class DialoguePlayer:
             parts,
             "\n".join(dialogue.texts),
             judging_s=time.perf_counter() - start,
+            rejected=dialogue.rejected,
         )
 
     def _count(self, rollout: Rollout) -> Rollout:
@@ -272,6 +275,6 @@ def to_results(calls: Sequence[Call], results: Sequence[str]) -> tuple[Message, 
     )
 
 
-def _make_failed(request: Request, category: str, reason: str) -> Rollout:
+def _make_failed(request: Request, category: str, reason: str, rejected: tuple[str, ...] = ()) -> Rollout:
     reason = " ".join(reason.split())[:400]
-    return Rollout(request.case_id, request.sample, category, 0, (), (), (), (), error=reason)
+    return Rollout(request.case_id, request.sample, category, 0, (), (), (), (), error=reason, rejected=rejected)

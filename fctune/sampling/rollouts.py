@@ -34,6 +34,8 @@ class Rollout:
         text: The generated text, for display.
         error: Why there is no answer; ids are empty then.
         judging_s: Seconds that judging took; not compared.
+        rejected: Kinds of unusable answers that a server sent to its requests (``server_answers``). After each the
+            request was sent again, a bounded number of times; after the last, ``error`` is set.
     """
 
     case_id: str
@@ -50,6 +52,7 @@ class Rollout:
     text: str = ""
     error: str | None = None
     judging_s: float = field(default=0.0, compare=False)
+    rejected: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.is_generated) == len(self.logprobs), "one flag and one logprob for each id"
@@ -62,15 +65,16 @@ class Rollout:
     def to_json(self) -> dict[str, Any]:
         """Return the rollout as plain values, which ``from_json`` reads back."""
         row = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        for name in ("prompt_ids", "ids", "logprobs"):
+        for name in ("prompt_ids", "ids", "logprobs", "rejected"):
             row[name] = list(row[name])
         return row | {"is_generated": [int(one) for one in self.is_generated], "parts": dict(self.parts)}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Rollout:
         """Return the rollout from the plain values of ``to_json``; other keys are ignored."""
-        values = {one.name: row[one.name] for one in dataclasses.fields(cls)}
-        for name in ("prompt_ids", "ids", "logprobs"):
+        values = {one.name: row[one.name] for one in dataclasses.fields(cls) if one.name != "rejected"}
+        values["rejected"] = row.get("rejected", ())  # which earlier checkpoints lack
+        for name in ("prompt_ids", "ids", "logprobs", "rejected"):
             values[name] = tuple(values[name])
         return cls(**values | {"is_generated": tuple(map(bool, values["is_generated"]))})
 
@@ -95,6 +99,7 @@ class Generation:
         is_cut: True if the token limit ended it.
         version: Version of the policy that generated it.
         error: Why there is none; ids are empty then.
+        rejected: Kinds of the unusable answers that came before it, or instead of it.
     """
 
     index: int
@@ -103,6 +108,7 @@ class Generation:
     is_cut: bool = False
     version: int = 0
     error: str | None = None
+    rejected: tuple[str, ...] = ()
 
 
 class RolloutEngine(Protocol):

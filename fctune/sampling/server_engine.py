@@ -6,7 +6,6 @@ once no request uses it.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from fctune.config.server_address import parse_base_url
 from fctune.data.chat_template import ChatTemplate
 from fctune.errors import ConfigError
 from fctune.generation.http_client import HttpClient, RequestError, RetryPolicy
+from fctune.generation.server_answers import TokenLimits, count_vocabulary, read_completion, read_models, read_token_ids
 from fctune.sampling.rollouts import Generation
 from fctune.sampling.server_adapters import UNAVAILABLE, PublishedAdapter, ServerAdapters
 
@@ -85,6 +85,7 @@ class ServerRolloutEngine:
     ):
         self.url = parse_base_url(url, "grpo.server.url").removesuffix("/v1")
         self._template = template
+        self._vocab_size = count_vocabulary(template)
         self._temperature = temperature
         self._concurrency = concurrency
         self._patience = patience or ServerPatience()
@@ -176,18 +177,28 @@ class ServerRolloutEngine:
             self._adapters.remove(one)
 
     def _generate_one(self, index: int, prompt: list[int], seed: int, max_new_tokens: int) -> Generation:
-        failures = 0
+        failures, limits = 0, TokenLimits(max_new_tokens, self._vocab_size)
+        rejected: list[str] = []
+
+        def fail(version: int, reason: str) -> Generation:
+            return Generation(index, version=version, error=reason, rejected=tuple(rejected))
+
+        def note(error: RequestError) -> None:
+            if error.kind is not None:
+                rejected.append(error.kind)
+
         while True:
             num_recoveries = self._num_recoveries
             if self._closed.is_set():
-                return Generation(index, version=self.version, error="the run has ended")
+                return fail(self.version, "the run has ended")
             with self._using_current() as published:
                 body = self._body(published.name, prompt, seed, max_new_tokens)
                 try:
-                    ids, logprobs, is_cut = self._client.post(
-                        "/v1/completions", body, lambda answer: _read_completion(answer, prompt)
+                    tokens, is_cut = self._client.post(
+                        "/v1/completions", body, lambda answer: read_completion(answer, prompt, limits), note
                     )
-                    return Generation(index, ids, logprobs, is_cut, published.version)
+                    version, answered = published.version, (tokens.ids, tokens.logprobs)
+                    return Generation(index, *answered, is_cut, version, rejected=tuple(rejected))
                 except RequestError as error:
                     failure = error
             is_unknown = failure.status == 404 and published.path is not None
@@ -195,11 +206,11 @@ class ServerRolloutEngine:
                 hint = ". Set FCTUNE_API_KEY." if failure.status in (401, 403) else ""
                 raise ConfigError(f"{self.url} with the model {published.name}: {failure}{hint}")
             if failure.status is not None and not is_unknown and failure.status < 500:
-                return Generation(index, version=published.version, error=str(failure))
+                return fail(published.version, str(failure))
             is_up = self._is_healthy()
             failures += is_up
             if failures == _MAX_FAILURES:  # it runs, and fails with this request
-                return Generation(index, version=published.version, error=str(failure))
+                return fail(published.version, str(failure))
             if is_up and not is_unknown:
                 continue
             self._recover(str(failure), num_recoveries)
@@ -305,8 +316,7 @@ class ServerRolloutEngine:
                 f"{self.url}: no server answers there ({error}). Start one (fctune serve BASE --adapters), or correct "
                 "the address."
             ) from None
-        rows = listed.get("data") if isinstance(listed, dict) else None
-        return [row | {"id": str(row["id"])} for row in rows or [] if isinstance(row, dict) and "id" in row]
+        return read_models(listed)
 
     def _find_base(self, served_model: str | None, min_positions: int) -> str:
         models = self._list_models()
@@ -335,8 +345,8 @@ class ServerRolloutEngine:
         """
         body = {"model": self._base, "prompt": _PROBE, "add_special_tokens": False}
         try:
-            sent = self._client.post("/tokenize", body, lambda answer: [int(token) for token in answer["tokens"]])
-        except (RequestError, KeyError, TypeError) as error:
+            sent = self._client.post("/tokenize", body, read_token_ids)
+        except RequestError as error:
             raise ConfigError(
                 f"{self.url}: does not return token ids of a text ({error}). Serve the model with vLLM."
             ) from None
@@ -350,21 +360,3 @@ class ServerRolloutEngine:
 
 def _list(models: Sequence[dict[str, Any]]) -> str:
     return ", ".join(row["id"] for row in models[:10]) or "no model"
-
-
-def _read_completion(body: Any, prompt: list[int]) -> tuple[tuple[int, ...], tuple[float, ...], bool]:
-    """Return ids, log-probabilities and whether the answer is cut, or raise ``ValueError``."""
-    choices = body.get("choices") if isinstance(body, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(choice, dict):
-        raise ValueError(f"no choices in {json.dumps(body)[:120]}")
-    ids, listed = choice.get("token_ids"), choice.get("logprobs")
-    logprobs = listed.get("token_logprobs") if isinstance(listed, dict) else None
-    if not isinstance(ids, list) or not isinstance(logprobs, list):
-        raise ValueError("no token ids or no log-probabilities, which vLLM from 0.10.2 on sends on request")
-    if len(ids) != len(logprobs) or not all(isinstance(value, int | float) for value in logprobs):
-        raise ValueError(f"{len(ids):,} token ids with {len(logprobs):,} log-probabilities")
-    sent = choice.get("prompt_token_ids")
-    if sent is not None and sent != prompt:
-        raise ValueError(f"a prompt of {len(sent):,} token ids instead of the {len(prompt):,} that were sent")
-    return tuple(map(int, ids)), tuple(map(float, logprobs)), choice.get("finish_reason") == "length"

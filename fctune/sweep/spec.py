@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fctune.config.fields import AT_LEAST_1, Null, Range
 from fctune.config.loading import find_config, format_problems, read_yaml_mapping
-from fctune.config.parsing import parse_dataclass, suggest
+from fctune.config.parsing import parse_dataclass, shorten, suggest
 from fctune.config.shipped import find_shipped_config
 from fctune.errors import ConfigError
 from fctune.telemetry.names import METRICS, find_metric
@@ -226,9 +227,10 @@ def load_sweep(path: str | Path) -> Sweep:
         ConfigError: Listing every problem with its key and remedy.
     """
     path = Path(path)
-    if not path.is_file():
-        near = suggest(path.name, [file.name for file in path.parent.glob("*.yaml")])
-        raise ConfigError(f"{path}: no such sweep file{near}")
+    if not os.path.isfile(path):
+        folder = path.parent
+        near = suggest(path.name, [file.name for file in folder.glob("*.yaml")] if os.path.isdir(folder) else [])
+        raise ConfigError(f"{shorten(str(path))}: no such sweep file{near}")
     problems: list[str] = []
     spec: SweepConfig | None = parse_dataclass(SweepConfig, read_yaml_mapping(path), "", problems)
     config = Path()
@@ -239,7 +241,7 @@ def load_sweep(path: str | Path) -> Sweep:
             config = find_shipped_config(spec.config) or config
             if not config.is_file():
                 problems.append(f"config={spec.config}: {error}")
-    if spec is not None and isinstance(spec.study_dir, str) and Path(spec.study_dir).is_file():
+    if spec is not None and isinstance(spec.study_dir, str) and os.path.isfile(spec.study_dir):
         problems.append(f"study_dir={spec.study_dir}: is a file; choose a directory")
     if problems or spec is None:
         raise ConfigError(format_problems(str(path), problems))

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from fctune.config.composition import render_with_origins
 from fctune.config.loading import compose_config, format_problems
-from fctune.config.parsing import dump_yaml
 from fctune.config.schema import RunConfig
+from fctune.config.yaml_text import dump_yaml
 from fctune.errors import ConfigError
 from fctune.files import write_atomically
 from fctune.models.run_config import load_run_config

@@ -59,6 +59,8 @@ METRICS = (
     Metric("answers_trained", "answers", "answers that the step trains", "all ranks"),
     Metric("answers_masked", "answers", "answers that are not trained because the token limit cut them", "all ranks"),
     Metric("answers_failed", "answers", "requests without an answer", "all ranks"),
+    Metric("answers_rejected", "answers", "unusable answers of a server, each asked for again", "all ranks"),
+    Metric("answers_rejected/*", "answers", "answers_rejected of one kind", "all ranks; * is the kind"),
     Metric("groups_dropped", "groups", "groups with equal rewards, or fewer than two answers", "all ranks"),
     Metric("groups/*", "groups", "groups to learn from", "of one category, all ranks; * is the category"),
     Metric("refill_rounds", "rounds", "rounds of further cases in place of dropped groups", "of the batch"),

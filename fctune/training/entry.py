@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from fctune import distributed
 from fctune.checkpoint.resume import Resume, choose_checkpoint
 from fctune.checkpoint.store import CheckpointStore
+from fctune.config.components import allow_components
 from fctune.config.schema import RunConfig
 from fctune.distributed import USER_ERRORS, World
 from fctune.errors import ConfigError, DataError, DiskError
@@ -269,12 +270,14 @@ def read_command_line(argv: Sequence[str], usage: str) -> tuple[Path, list[str]]
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--config")
+    parser.add_argument("--allow-component", action="append", default=[])
     try:
         known, overrides = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}. Usage: {usage}") from None
     if known.config is None:
         raise ConfigError(f"--config is missing. Usage: {usage}")
+    allow_components(known.allow_component)
     return Path(known.config), overrides
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from fctune import distributed
 from fctune.calls.formats.registry import detect_format
+from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
 from fctune.config.sections.rollouts import is_dialogue_source
 from fctune.data.chat_template import ChatTemplate
@@ -18,12 +19,14 @@ from fctune.data.packed_samples import pack_samples
 from fctune.data.prepared_set import PreparedSet
 from fctune.data.stop_tokens import read_eos_ids
 from fctune.distributed import World
+from fctune.errors import DataError
 from fctune.evaluation.live import build_answering, random_state_restored
 from fctune.evaluation.suites import benchmark_of
 from fctune.generation.decoding import AnswerDecoder, find_stop_ids
 from fctune.generation.engine import Sampling
 from fctune.generation.in_process import InProcessEngine
 from fctune.models.export import export_adapter
+from fctune.runs.metrics_file import MetricsFile
 from fctune.sampling.case_tasks import CaseTasks, load_training_suite
 from fctune.sampling.in_process_rollouts import InProcessRolloutEngine
 from fctune.sampling.rewards import BINARY
@@ -78,6 +81,17 @@ class PolicyTuning(AdapterTuning):
             is_shared=is_shared,
             meanwhile=self._stop_if_requested,
         )
+
+    def train(self) -> None:
+        """Take all steps of the run.
+
+        Raises:
+            DataError: None of them has changed the policy.
+        """
+        super().train()
+        steps = MetricsFile(self.run.directory.metrics)
+        if (reason := distributed.run_on_rank_0(lambda: describe_nothing_learned(steps))) is not None:
+            raise DataError(reason)
 
     def _stop_if_requested(self) -> None:
         """Save and stop as after a step, while the run waits for a server that may be gone.
@@ -166,3 +180,18 @@ class PolicyTuning(AdapterTuning):
                 engine.publish(policy, version)
 
         return engine, publish
+
+
+def describe_nothing_learned(steps: MetricsFile) -> str | None:
+    """Return why no step of a run changed the policy; None if one did, or if the file lacks the run's first steps."""
+    steps.update()
+    losses, norms = steps.column("loss"), steps.column("grad_norm")  # of steps that were not finite, one is None
+    taken = [norm for loss, norm in zip(losses, norms, strict=True) if loss is not None and norm is not None]
+    if any(taken) or not steps.steps or steps.steps[0] != 1:
+        return None
+    return (
+        f"nothing was learned in {format_count(len(norms), 'step')}: the gradient was 0 in {len(taken):,}, as when all "
+        f"answers of each group have equal rewards, and not finite in {len(norms) - len(taken):,}, which were skipped. "
+        "Set grpo.drop_flat_groups=true and on_nonfinite=stop to see the cause in the first such step, and use cases "
+        "that the model sometimes gets right."
+    )

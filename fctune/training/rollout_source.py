@@ -260,6 +260,7 @@ class RolloutSource:
             "answers_trained": len(self._trained),
             "answers_masked": sum(self._grpo.mask_cut and one.is_cut for one in answered),
             "answers_failed": len(rollouts) - len(answered),
+            "answers_rejected": (rejected := batch.count_rejected()).total(),
             "groups_dropped": len(batch.dropped),
             "refill_rounds": batch.num_rounds,
             "staleness": step - 1 - min(one.rollout.version for one in self._trained),
@@ -267,6 +268,7 @@ class RolloutSource:
             "judging_time_s": sum(one.judging_s for one in rollouts),
             "publish_time_s": self._publish_s,
         }
+        metrics |= {f"answers_rejected/{kind}": count for kind, count in sorted(rejected.items())}
         for name in answered[0].parts:
             metrics[f"reward/{name}"] = _mean([one.parts[name] for one in answered])
         if (right := next((name for name in _RIGHT if name in answered[0].parts), None)) is not None:

@@ -53,7 +53,14 @@ from fctune.models.token_rows import train_tokens_
 from fctune.models.untrained_tokens import Candidates
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_, use_float8_matmuls_
 from fctune.parallel.expert_parallel import check_expert_parallelism
-from fctune.parallel.layout import Hardware, ParallelLayout, check_layout, check_memory, choose_parallel_layout
+from fctune.parallel.layout import (
+    Hardware,
+    ParallelLayout,
+    check_layout,
+    check_memory,
+    choose_parallel_layout,
+    suggest_smaller_weights,
+)
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
 from fctune.planner.memory import MemoryModel
 from fctune.planner.storage import plan_storage
@@ -216,7 +223,7 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
         layout = choose_parallel_layout(config.parallel, hardware, has_adapter, required)
         check_layout(config, model, layout.mode, layout.shard)
         check_expert_parallelism(model, config.parallel.expert, world.world_size)
-        warning = check_memory(hardware, layout, has_adapter, required, config.model.path)
+        warning = check_memory(hardware, layout, suggest_smaller_weights(config, model), required, config.model.path)
         fraction = memory.choose_fraction(world.world_size, layout.shard)
         max_logits = memory.choose_max_logits(world.world_size, layout.shard, fraction)
         layout = replace(layout, fraction=fraction, max_logits=max_logits)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
+import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +19,7 @@ from fctune.calls.reasoning.registry import find_reasoning
 from fctune.cli import main
 from fctune.data.conversation import Call, Conversation
 from fctune.data.sources import Defect, read_source
+from fctune.evaluation.chat import run_tool
 from fctune.generation import in_process
 from fctune.generation.engine import Answer
 from tests.conftest import TINY_BASE
@@ -114,14 +118,54 @@ def test_a_command_runs_only_when_confirmed(reply: str, is_run: bool, chat: Call
         assert json.loads(trace.read_text()) == {"city": "Oslo"}
 
 
-def test_a_failing_or_endless_command_is_a_result_that_says_so(chat: Callable[..., str]) -> None:
-    for code, said in (
-        ("import sys; sys.exit('broken')", "broken"),
-        ("import time; time.sleep(60)", "no result within"),
-    ):
-        options = ["--exec", f'get_time={sys.executable} -c "{code}"', "--exec-timeout", "2"]
-        chat("Time in Oslo?\ny\n", [CALL, "Sorry."], *options)
-        assert said in str(ScriptedEngine.prompts[1].messages[-1].content)
+@pytest.mark.parametrize(
+    ("command", "limit_s", "result"),
+    [
+        ("sh -c 'echo broken >&2; exit 3'", 30, '{"error": "exit code 3", "stderr": "broken"}'),
+        ("no-such-program", 30, '{"error": "cannot be started: No such file or directory"}'),
+        ("sleep 60", 0.3, '{"error": "no result within 0.3 s"}'),
+        ("sh -c 'exec >&- 2>&-; sleep 60'", 0.3, '{"error": "no result within 0.3 s"}'),
+        ("yes", 0.3, '{"error": "no result within 0.3 s"}'),
+        ("sh -c 'sleep 60 & echo ten'", 30, "ten"),
+        ("sh -c 'setsid sleep 20 & sleep 0.1; echo ten'", 30, "ten"),  # outside the group, and holds the pipe
+        ("head -c 100000 /dev/zero", 30, "\0" * 65536 + "\n[cut: only the first 65,536 of 100,000 bytes]"),
+        ("true", 30, ""),  # does not read its input
+        ("sh -c 'wc -c; exec >&-; sleep 0.2'", 30, "16"),
+    ],
+)
+def test_a_commands_result_is_what_it_wrote_until_its_end_or_its_time_limit(
+    command: str, limit_s: float, result: str
+) -> None:
+    started = time.monotonic()
+    assert run_tool(shlex.split(command), {"city": "Oslo"}, limit_s) == result
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(("rest", "limit_s"), [("", 30.0), ("; sleep 60", 0.5)], ids=["ended", "out-of-time"])
+def test_nothing_that_a_command_started_outlives_it(rest: str, limit_s: float, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    run_tool(["sh", "-c", f"sleep 60 & echo $! > {pid}{rest}"], {}, limit_s)
+    state = Path(f"/proc/{pid.read_text().strip()}/stat")
+    for _ in range(100):  # until process 1 has collected it
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.02)
+    pytest.fail("the child of the command is still running")
+
+
+def test_a_commands_output_is_bounded_in_memory() -> None:
+    run_tool(["true"], {}, 5.0)
+    tracemalloc.start()
+    result = run_tool(["head", "-c", "50000000", "/dev/zero"], {}, 30.0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert result.endswith("[cut: only the first 65,536 of 50,000,000 bytes]")
+    assert peak < 2_000_000
+
+
+def test_a_failing_command_is_a_result_that_the_model_gets(chat: Callable[..., str]) -> None:
+    chat("Time in Oslo?\ny\n", [CALL, "Sorry."], "--exec", "get_time=sh -c 'echo broken >&2; exit 3'")
+    assert "broken" in str(ScriptedEngine.prompts[1].messages[-1].content)
 
 
 def test_the_question_before_a_command_shows_the_call(chat: Callable[..., str]) -> None:
@@ -197,6 +241,7 @@ def test_reasoning_is_folded(chat: Callable[..., str]) -> None:
         (["--exec", "get_time=date"], "no tool get_time in --tools"),
         (["--exec", "get_time"], "expected TOOL=COMMAND"),
         (["--max-new-tokens", "0"], "expected 1 or more"),
+        (["--exec-timeout", "nan"], "--exec-timeout nan: expected seconds"),
     ],
 )
 def test_wrong_options_are_refused_before_the_model_is_loaded(

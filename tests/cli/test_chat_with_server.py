@@ -80,7 +80,7 @@ def test_the_tools_of_an_mcp_server_are_offered_and_never_called(
         assert main(["chat", log.url, "--tools", tools.url]) == 0
     shown = capsys.readouterr().out
     assert "3 tools." in shown
-    assert "add()\nsubtract()\nmultiply()\n" in shown
+    assert "add(a)\nsubtract(a)\nmultiply(a)\n" in shown
     assert 'add({"a": 1})' in shown
     assert [tool["function"]["name"] for tool in log.bodies[0]["tools"]] == ["add", "subtract", "multiply"]
     assert log.bodies[1]["messages"][-1]["content"] == "3"

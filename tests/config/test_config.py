@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fctune.config import key_hints
-from fctune.config.components import find_argument_problems, resolve_component
+from fctune.config.components import ALLOW_COMPONENTS, find_argument_problems, resolve_component
 from fctune.config.loading import compose_config, load_config, parse_config
 from fctune.config.schema import RunConfig
 from fctune.config.shipped import list_shipped_configs
@@ -279,7 +279,8 @@ def test_every_shipped_config_works_with_an_optimizer_that_has_no_fused_update(c
     assert optimizer.param_groups[0]["lr"] == spec["lr"]
 
 
-def test_a_component_outside_torch_optim_is_imported_and_checked() -> None:
+def test_a_component_outside_torch_optim_is_imported_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOW_COMPONENTS, "fractions")
     spec = {"_component_": "fractions.Fraction", "numeratr": 3}
     assert find_argument_problems(spec, "x") == [
         "x.numeratr: Fraction takes no such argument; did you mean x.numerator?"

@@ -67,7 +67,7 @@ def test_a_cluster_config_holds_and_its_model_fits(name: str, tmp_path: Path, wo
     need = partial(MemoryModel(model, config, 80 * GIB).required, num_ranks)
     layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, need)
     assert (layout.mode, layout.replicate, layout.shard) == case.layout
-    check_memory(hardware, layout, config.adapter is not None, need, config.model.path)
+    check_memory(hardware, layout, None, need, config.model.path)
 
     world(num_ranks)
     mesh_hardware = Hardware("cpu", num_ranks, case.ranks_per_node, 80 * GIB)

@@ -320,6 +320,6 @@ def test_a_row_that_the_model_cannot_be_given_is_a_defect_with_a_tokenizer(tiny_
     template = ChatTemplate(tiny_base)
     report = check_sources([str(path)], encode=lambda c: (len(template.encode(c)[0].tokens), 1))
     assert [finding.kind for finding in report.defect_kinds] == ["special_token_in_content"]
-    assert "rows.jsonl:2: messages[1] (assistant) holds '<|eot_id|>'" in str(report.defect_kinds[0].examples[0])
+    assert "rows.jsonl:2: messages[1].content holds '<|eot_id|>'" in str(report.defect_kinds[0].examples[0])
     assert report.conversations == 1
     assert not report.is_usable()

@@ -103,7 +103,7 @@ def tagged(index: int) -> Row:
     return {"role": "assistant", "content": text}
 
 
-def said(text: str) -> Row:
+def said(text: str | list[Row]) -> Row:
     return {"role": "system", "content": text}
 
 
@@ -180,6 +180,21 @@ def parts(index: int) -> Row:
     return {"messages": messages_of(index, **changes), "tools": TOOLS}
 
 
+def untag_results(index: int) -> Row:
+    row = hermes(index)
+    turns = [
+        {**turn, "value": f'{{"degrees": {index}}}'} if turn["from"] == "tool" else turn
+        for turn in row["conversations"]
+    ]
+    return {**row, "conversations": turns}
+
+
+def noted_call(key: str) -> Row:
+    """Return a call whose wrapper has another key."""
+    message = openai_call(0)
+    return {**message, "tool_calls": [{**message["tool_calls"][0], key: "The city is given."}]}
+
+
 def object_result(index: int) -> Row:
     result = {"role": "tool", "tool_call_id": "c", "content": {"degrees": index}}
     return {"messages": messages_of(index, result=result), "tools": TOOLS}
@@ -224,6 +239,8 @@ SHAPES: dict[str, Callable[[int], Row]] = {
     "available_tools": lambda i: {"messages": messages_of(i), "available_tools": json.dumps(TOOLS)},
     "tools_json": lambda i: {"messages": messages_of(i), "tools_json": json.dumps(TOOLS), "tools": []},
     "metadata.tools": lambda i: {"messages": messages_of(i), "metadata": {"tools": TOOLS, "note": "of the row"}},
+    "extra_info.tools": lambda i: {"messages": messages_of(i), "extra_info": {"index": i, "tools": TOOLS}},
+    "Hermes' calls with results outside tags": untag_results,
     "metadata as JSON": lambda i: {"messages": messages_of(i), "metadata": json.dumps({"tools": TOOLS})},
     "Kimi's raw tool_declare": lambda i: {"messages": [said(KIMI_PROMPT), *messages_of(i)]},
     "Gemini's types in OpenAI's wrapper": lambda i: {"messages": messages_of(i), "tools": GEMINI},
@@ -517,6 +534,43 @@ def test_keys_of_messages_and_calls_with_text_that_is_not_read_are_defects() -> 
     assert kind_of({"conversations": turns, "tools": TOOLS}) == "unread_text"
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "Hi", "comment": "a greeting"}]
     assert kind_of({"conversations": turns}) == "unread_text"
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer"),
+    [
+        ({"conversations": [{"from": "human", "value": "Another question"}]}, "conversations"),
+        ({"tools": [{**TOOLS[0], "instructions": "Never call it twice."}]}, "tools[0].instructions"),
+        ({"metadata": {"system": "Answer in French."}}, "metadata.system"),
+        ({"extra_info": json.dumps({"system_prompt": "Answer in French."})}, "extra_info.system_prompt"),
+        (
+            {"messages": messages_of(0, call=noted_call("explanation"))},
+            "messages[2].tool_calls[0].explanation",
+        ),
+        (
+            {"messages": messages_of(0, system=said([{"type": "text", "text": SYSTEM, "note": "Answer in French."}]))},
+            "messages[0].content[0].note",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_text_that_is_not_read_is_found_wherever_it_stands(changes: dict[str, Any], pointer: str) -> None:
+    row = {"messages": messages_of(0), "tools": TOOLS}
+    with pytest.raises(RowError, match="not read") as caught:
+        read({**row, **changes})
+    assert (caught.value.kind, caught.value.pointer) == ("unread_text", pointer)
+    if pointer in row or pointer in changes:
+        assert read({**row, **changes}, columns={pointer: "ignore"})
+
+
+def test_what_repeats_or_describes_a_part_of_a_row_is_no_defect() -> None:
+    row = {
+        "messages": messages_of(0, call=noted_call("source")),
+        "tools": [{**TOOLS[0], "strict": True, "source": "our server"}],
+        "metadata": {"system": SYSTEM},
+        "conversations": [],
+    }
+    assert read(row).conversation.messages[0].content == SYSTEM
 
 
 def test_columns_of_other_names_are_mapped_in_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

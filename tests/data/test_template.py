@@ -200,14 +200,14 @@ SPELLED = Conversation(
 
 def test_a_control_token_in_content_is_named(template: ChatTemplate) -> None:
     remedy = r"holds '<\|eot_id\|>', a control token .* data.special_tokens_in_content=escape .* or keep"
-    for number, place in ((0, "system"), (1, "user"), (2, "assistant"), (3, "tool")):
+    for number in range(4):
         plain = [Message(m.role, "x", call_id=m.call_id) for m in SPELLED.messages]
         plain[2] = Message("assistant", "x", (CALL,))
         plain[number] = SPELLED.messages[number]
-        with pytest.raises(DataError, match=rf"messages\[{number}\] \({place}\) {remedy}"):
+        with pytest.raises(DataError, match=rf"messages\[{number}\]\.content {remedy}"):
             template.encode(Conversation(tuple(plain), (WEATHER,)))
     tool = Tool({**WEATHER.function, "description": "See <|eot_id|>."})
-    with pytest.raises(DataError, match="the tool get_weather holds"):
+    with pytest.raises(DataError, match=r"tools\[0\]\.function\.description holds"):
         template.encode(Conversation((Message("user", "Hi"), Message("assistant", "Hello.")), (tool,)))
 
 
@@ -249,7 +249,7 @@ def test_private_use_characters_are_unchanged_without_a_control_token(template: 
     conversation = Conversation((Message("user", "\U000f0041"), Message("assistant", "\U000f0042")))
     assert template.encode(conversation)[0].tokens == reference_ids(template, conversation)
     both = Conversation((Message("user", "\U000f0041 <|eot_id|>"),))
-    with pytest.raises(DataError, match="private-use plane 15"):
+    with pytest.raises(DataError, match="stand for it"):
         template.encode_prompt(both)
 
 

@@ -87,7 +87,7 @@ def test_a_reference_is_never_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_schemas_agree_with_jsonschema() -> None:
     rng = random.Random(6)
     num_compiled = num_accepted = 0
-    for _ in range(4_000):
+    for _ in range(1_500):
         schema = invented_schema(rng)
         check = compile_schema(schema)
         try:
@@ -103,8 +103,8 @@ def test_compiled_schemas_agree_with_jsonschema() -> None:
             value = invented_value(rng)
             assert check(value) is validator.is_valid(value), (schema, value)
             num_accepted += check(value)
-    assert num_compiled > 1_000
-    assert num_accepted > 1_000
+    assert num_compiled > 400
+    assert num_accepted > 400
 
 
 @needs_wheel
@@ -182,14 +182,14 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(SCHEMAS)
 def test_a_compiled_schema_is_valid(schema: dict[str, Any]) -> None:
     if compile_schema(schema) is not None:
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(SCHEMAS)
 def test_any_schema_can_be_checked(schema: dict[str, Any]) -> None:
     for check_patterns in (True, False):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import TCPStore
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
@@ -48,6 +50,17 @@ def exchange(world: World) -> dict[str, Any]:
         "objects": distributed.all_gather_objects(f"rank {world.rank}"),
         "full": gathered is not None and torch.equal(gathered, full),
     }
+
+
+def list_modules(world: World) -> list[str]:
+    return list(sys.modules)
+
+
+def test_ranks_start_with_their_slow_imports_made() -> None:
+    if context.get_start_method() != "forkserver":
+        pytest.skip("ranks start afresh on a machine with GPUs")
+    (modules,) = run_ranks(list_modules, 1)
+    assert "tests.rank_imports" in modules
 
 
 def test_every_rank_gets_the_same_results_and_errors() -> None:

@@ -15,12 +15,8 @@ from fctune.environments.process import Limits
 from fctune.errors import ConfigError
 from tests.conftest import ROOT
 
+FILE = Path(__file__).with_name("faulty_environments.py")
 LIMITS = Limits(call_s=1.0, memory_bytes=512 * 1024**2, result_bytes=10_000)
-
-
-@pytest.fixture(autouse=True)
-def _in_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 def add(by: int) -> Call:
@@ -28,7 +24,7 @@ def add(by: int) -> Call:
 
 
 def open_host(name: str) -> EnvironmentHost:
-    return EnvironmentHost(f"tests.environments.faulty_environments:{name}", LIMITS)
+    return EnvironmentHost(f"{FILE}:{name}", LIMITS)
 
 
 @pytest.fixture
@@ -64,7 +60,7 @@ def test_a_fault_ends_its_episode_alone(host: EnvironmentHost, reason: str) -> N
         failing.call(add(13))
     assert time.monotonic() - begun < 5
     said = str(raised.value)
-    assert f"faulty_environments:{host.name.rpartition(':')[2]}, call of add: " in said
+    assert f"faulty_environments.py:{host.name.rpartition(':')[2]}, call of add: " in said
     assert reason in said
     assert "\n" not in said
     # The other episode continues where it was, in a new process if need be, and so do new ones.
@@ -107,17 +103,25 @@ def test_calls_that_match_no_tool_are_refused_without_asking_the_class(host: Env
     [
         ("fils", "environment fils: no such environment; did you mean files? (known: calendar, files, shop)"),
         ("no.such.module:Thing", "No module named 'no'"),
-        ("tests.environments.faulty_environments:Missing", "has no attribute 'Missing'"),
+        ("mine.py:Thing", "mine.py does not exist; relative paths start at /"),
         (
-            "tests.environments.faulty_environments:NotAnEnvironment",
+            "faulty_environments:Counter",
+            "modules are not imported from the working directory; pass faulty_environments.py:Counter",
+        ),
+        (f"{FILE}:Missing", "has no attribute 'Missing'"),
+        (
+            f"{FILE}:NotAnEnvironment",
             "lacks the methods list_tools, make_task, reset, call, state",
         ),
-        ("tests.environments.faulty_environments:NoTools", "list_tools returned no list of tools"),
-        ("tests.environments.faulty_environments:BadSchema", "its schema is unusable"),
+        (f"{FILE}:NoTools", "list_tools returned no list of tools"),
+        (f"{FILE}:BadSchema", "its schema is unusable"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
-def test_an_unusable_environment_is_refused_at_the_start_in_one_sentence(name: str, reason: str) -> None:
+def test_an_unusable_environment_is_refused_at_the_start_in_one_sentence(
+    name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(FILE.parent)
     with pytest.raises(ConfigError) as raised:
         EnvironmentHost(name, LIMITS)
     assert reason in str(raised.value)
@@ -147,12 +151,46 @@ def test_an_entry_point_is_an_environment(tmp_path: Path, monkeypatch: pytest.Mo
         "[fctune.environments]\ncounter = tests.environments.faulty_environments:Counter\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # installed
     assert "counter" in list_environments()
     host = EnvironmentHost("counter", LIMITS)
     try:
         assert host.make_task(1, "train").id == "counter/train/1"
     finally:
         host.close()
+
+
+def test_the_process_gets_no_keys_and_imports_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class is a file next to modules of its own, in a folder with files that would hide those of Python."""
+    for name in ("struct", "resource", "jsonschema"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write(__name__)\n")
+    (tmp_path / "starts.py").write_text("import resource\nSTART = 5\n")
+    (tmp_path / "calendar.py").write_text(
+        f"import os, starts\n"
+        f"import importlib.util as u\n"
+        f"spec = u.spec_from_file_location('faulty', {str(FILE)!r})\n"
+        f"faulty = u.module_from_spec(spec)\n"
+        f"spec.loader.exec_module(faulty)\n"
+        f"class Mine(faulty.Counter):\n"
+        f"    def state(self):\n"
+        f"        return {{'value': self._value, 'variables': sorted(os.environ), 'start': starts.START}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in ("HF_TOKEN", "FCTUNE_API_KEY", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_URL"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("FCTUNE_ENVIRONMENT_VARIABLES", "DB_USER, DB_URL")
+    host = EnvironmentHost("calendar.py:Mine", LIMITS)
+    try:
+        state = host.make_task(1, "train").goal
+    finally:
+        host.close()
+    assert state["start"] == 5
+    assert "PATH" in state["variables"]
+    assert "DB_URL" in state["variables"]
+    assert not [name for name in state["variables"] if any(word in name for word in ("TOKEN", "KEY"))]
+    assert not (tmp_path / "executed").exists()
 
 
 def test_ending_the_host_ends_its_process() -> None:

@@ -34,6 +34,7 @@ pytestmark = needs_wheel
 PROMPTED = [name for name in SINGLE_TURN if name not in ("simple_java", "simple_javascript")]
 
 PECULIAR = [
+    *("[f(a='ab'[1:] + 'c')]", "[f(a=[1, 2, 3][::2] * 2)]", "[f(a='abc'[1:-1:1] + 'd')]", "[f(a='a'[1:'x'] + 'b')]"),
     "",
     "[]",
     "I cannot help with that.",

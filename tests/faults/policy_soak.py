@@ -4,7 +4,8 @@ A trial is a run on answers in process, or of a server with vLLM's API in a proc
 Its ranks are killed in every phase until it completes. Then its records must be complete: every step, and for every
 case of every batch all answers, each once and as the checkpoint had it. A replay trains on the answers in its log
 without an interruption, and must get the same weights bit by bit: no answer was trained twice, or with another
-advantage. Where interruptions change no answer, everything must equal an uninterrupted run.
+advantage. Where interruptions change no answer, everything must equal an uninterrupted run. Rewards and advantages are
+recomputed from the recorded parts by other code. The server also lies: it spoils some answers once, and some each time.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import socket
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fctune.config.intervals import format_count
+from tests.conftest import TINY_BASE
 from tests.faults.groups import GRPO, Ended, Fault, run_group
 from tests.faults.harness import final_weights, make_inputs, read_metrics
 from tests.ranks import context, find_port
 
 NUM_STEPS, NUM_PROMPTS, GROUP_SIZE, SEED = 8, 2, 3, 3
+MAX_NEW_TOKENS = 8
+VOCAB_SIZE = json.loads((TINY_BASE / "config.json").read_text())["vocab_size"]
 CASES = "synthetic:train:12:1"
 
 COMMON_PHASES = ("policy", "sample", "judge", "log", "step", "update", "stage", "write", "publish", "mark", "prune")
@@ -56,6 +60,7 @@ class Setting:
     engine: str
     staleness: int
     updates: int
+    is_lying: bool = False
 
     @property
     def is_repeatable(self) -> bool:
@@ -66,19 +71,20 @@ class Setting:
 SETTINGS = (
     *(Setting("in_process", 0, 1), Setting("server", 1, 1)),
     *(Setting("in_process", 0, 2), Setting("server", 0, 1), Setting("server", 1, 2)),
+    *(Setting("server", 0, 1, is_lying=True), Setting("server", 1, 1, is_lying=True)),
 )
 
 
 class StandInServer:
-    """A server with vLLM's API in a process of its own, which ``lose`` kills and starts again."""
+    """A server with vLLM's API in a process of its own, which ``lose`` kills and starts again; it may lie."""
 
-    def __init__(self, model: Path):
-        self._model, self._port = model, find_port()
+    def __init__(self, model: Path, is_lying: bool = False):
+        self._model, self._port, self._is_lying = model, find_port(), is_lying
         self.url = f"http://127.0.0.1:{self._port}"
         self._start()
 
     def _start(self) -> None:
-        self._process = context.Process(target=_serve, args=(self._model, self._port), daemon=True)
+        self._process = context.Process(target=_serve, args=(self._model, self._port, self._is_lying), daemon=True)
         self._process.start()
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
@@ -99,14 +105,31 @@ class StandInServer:
         self._process.join()
 
 
-def _serve(model: Path, port: int) -> None:
+def _serve(model: Path, port: int, is_lying: bool) -> None:
     import torch
 
     from tests.sampling.vllm_stand_in import VllmStandIn
 
     torch.set_num_threads(1)
-    VllmStandIn(model, port=port)
+    server = VllmStandIn(model, port=port)
+    if is_lying:
+        server.choose_lie = make_liar()
     threading.Event().wait()
+
+
+def make_liar() -> Callable[[dict[str, Any]], str | None]:
+    """Return a liar that spoils half of the requests once, and a tenth each time, in a way that the seed chooses."""
+    from tests.sampling.vllm_stand_in import LIES
+
+    names, asked = list(LIES), Counter[int]()
+
+    def choose(body: dict[str, Any]) -> str | None:
+        asked[body["seed"]] += 1
+        kind = body["seed"] % 10
+        lies = kind == 0 or (kind < 6 and asked[body["seed"]] == 1)
+        return names[body["seed"] // 10 % len(names)] if lies else None
+
+    return choose
 
 
 def arguments_for(run: Path, model: Path, setting: Setting, url: str) -> list[str]:
@@ -114,7 +137,11 @@ def arguments_for(run: Path, model: Path, setting: Setting, url: str) -> list[st
     server = (f"grpo.server.url={url}", f"grpo.max_staleness={setting.staleness}")
     return [
         *("--config", GRPO, f"output_dir={run}", f"model.path={model}", "precision=fp64", f"grpo.cases={CASES}"),
-        *(f"grpo.prompts_per_step={NUM_PROMPTS}", f"grpo.group_size={GROUP_SIZE}", "grpo.max_new_tokens=8"),
+        *(
+            f"grpo.prompts_per_step={NUM_PROMPTS}",
+            f"grpo.group_size={GROUP_SIZE}",
+            f"grpo.max_new_tokens={MAX_NEW_TOKENS}",
+        ),
         *("grpo.reward={random: 1.0, brevity: 0.5}", "grpo.mask_cut=false", "data.seq_len=1024", "adapter.rank=2"),
         *(f"grpo.updates_per_batch={setting.updates}", f"grpo.engine={setting.engine}", "optimizer.lr=1e-2"),
         *(server if setting.engine == "server" else ()),
@@ -193,8 +220,15 @@ def find_record_problems(run: Path, setting: Setting, saved: dict[Key, Any]) -> 
         ages = {step - 1 - row["version"] for row in of_batch}
         if min(ages) < 0 or max(ages) > setting.staleness * setting.updates:
             problems.append(f"batch {number}: answers of versions {sorted(ages)} updates old")
-        if errors := [row["error"] for row in of_batch if row["error"]]:
+        errors = [row["error"] for row in of_batch if row["error"]]
+        if any(not (setting.is_lying and "unusable answer" in error) for error in errors):
             problems.append(f"batch {number}: {errors[0]}")
+        spoiled = sum(len(row["rejected"]) for row in of_batch)
+        if (one["answers_failed"], one["answers_rejected"]) != (len(errors), spoiled):
+            problems.append(f"batch {number}: {len(errors)} failed, {spoiled} unusable, and in the metrics others")
+    if setting.is_lying and not any(row["rejected"] for row in rows):
+        problems.append("a lying server was always believed")
+    problems += find_training_problems(rows)
     changed = [key for key, identity in saved.items() if key not in answers or _identify(answers[key]) != identity]
     if changed:
         problems.append(f"{len(changed)} of {len(saved)} answers in checkpoints were lost or asked again: {changed[0]}")
@@ -205,6 +239,48 @@ def find_record_problems(run: Path, setting: Setting, saved: dict[Key, Any]) -> 
     state = json.loads((run / "checkpoints" / "final" / "trainer_state.json").read_text())["loader"]
     if state["position"] != [position]:
         problems.append(f"the last checkpoint is after {state['position']} cases, and {position} were asked")
+    return problems
+
+
+def find_training_problems(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """List answers that must not be trained, and rewards and advantages that differ from those recomputed here.
+
+    The reward is the weighted sum of ``arguments_for``, and the advantage (r - mean) / (std + 1e-4) over the answers of
+    a group that arrived (arXiv:2402.03300, section 4.1.2), in numpy; groups with equal rewards are not trained.
+    """
+    import numpy as np
+
+    problems = []
+    groups: dict[tuple[int, str, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        where = f"batch {row['batch']}: {row['case_id']} {row['sample']}"
+        groups[row["batch"], row["case_id"], row["sample"] // GROUP_SIZE].append(row)
+        if row["error"] is not None:
+            if row["advantage"] is not None or row["ids"]:
+                problems.append(f"{where}: failed, and is trained")
+            continue
+        logprobs = np.array(row["logprobs"], dtype=np.float64)
+        ids = np.array(row["ids"])
+        if not len(ids) == len(logprobs) <= MAX_NEW_TOKENS or not np.isfinite(logprobs).all() or (logprobs > 0).any():
+            problems.append(f"{where}: {len(ids)} ids with log-probabilities {row['logprobs']}")
+        if ids.dtype.kind != "i" or (ids < 0).any() or (ids >= VOCAB_SIZE).any():
+            problems.append(f"{where}: ids {row['ids']}")
+        due = 1.0 * row["parts"]["random"] + 0.5 * row["parts"]["brevity"]
+        if not np.isclose(row["reward"], due, rtol=1e-12, atol=1e-12):
+            problems.append(f"{where}: reward {row['reward']}, and its parts make {due}")
+    for (batch, case, _), group in groups.items():
+        arrived = [row for row in group if row["error"] is None]
+        rewards = np.array([row["reward"] for row in arrived])
+        is_dropped = len(arrived) < 2 or np.ptp(rewards) < 1e-9
+        for row in arrived:
+            advantage = row["advantage"]
+            if is_dropped:
+                is_right = advantage is None
+            else:
+                due = (row["reward"] - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+                is_right = advantage is not None and np.isclose(advantage, due, rtol=1e-9, atol=1e-12)
+            if not is_right:
+                problems.append(f"batch {batch}: {case} {row['sample']}: advantage {advantage} of {rewards.tolist()}")
     return problems
 
 
@@ -310,6 +386,7 @@ class PolicySoak:
         self._rng, self._folder = random.Random(seed), folder
         self.model, _ = make_inputs(folder)
         self.server = StandInServer(self.model)
+        self.liar = StandInServer(self.model, is_lying=True)
         self.hits = Counter[str]()
         self._aims = Counter[str]()  # phases that faults were meant for
         self._references: dict[tuple[Setting, int], Path] = {}
@@ -332,8 +409,9 @@ class PolicySoak:
             fault = None if is_last else self._choose_fault(run, setting, world_size)
             # A run that has not begun refuses a server that is not there.
             is_outage = not is_last and setting.engine == "server" and has_checkpoint(run) and self._rng.random() < 0.4
-            with outage(self.server, self._rng.uniform(1.0, 6.0) if is_outage else None) as lost:
-                arguments = arguments_for(run, self.model, setting, self.server.url)
+            server = self.liar if setting.is_lying else self.server
+            with outage(server, self._rng.uniform(1.0, 6.0) if is_outage else None) as lost:
+                arguments = arguments_for(run, self.model, setting, server.url)
                 ended = run_group(arguments, world_size, fault, limit_s=LIMIT_S)
             self._count(ended, lost.is_set(), f"run {number} ({setting}), {world_size} ranks")
             num_left -= 1
@@ -348,7 +426,7 @@ class PolicySoak:
         replay = self._folder / f"replay-{number}" / "run"
         replay.parent.mkdir()
         shutil.copyfile(run / "rollouts.jsonl", replay.parent / "log.jsonl")
-        replayed = dataclasses.replace(setting, engine="in_process", staleness=0)
+        replayed = dataclasses.replace(setting, engine="in_process", staleness=0, is_lying=False)
         ended = run_group(
             arguments_for(replay, self.model, replayed, ""), world_size, make_recipe=make_replay_recipe, limit_s=LIMIT_S
         )
@@ -392,7 +470,8 @@ class PolicySoak:
         found = self._references.get((setting, world_size))
         if found is None:
             found = self._references[setting, world_size] = self._folder / f"reference-{len(self._references)}"
-            arguments = arguments_for(found, self.model, setting, self.server.url)
+            server = self.liar if setting.is_lying else self.server
+            arguments = arguments_for(found, self.model, setting, server.url)
             ended = run_group(arguments, world_size, limit_s=LIMIT_S)
             assert not any(ended.codes), ended.output
         return found
@@ -411,6 +490,7 @@ def soak_policies(num_kills: int, seed: int, folder: Path, settings: Sequence[Se
                 print("\n".join(problems), flush=True)
     finally:
         soak.server.stop()
+        soak.liar.stop()
     for part, phases in PARTS.items():
         of_part = {phase: soak.hits[phase] for phase in phases if soak.hits[phase]}
         print(f"{part}: {sum(of_part.values())} {of_part if len(phases) > 1 else ''}")

@@ -19,9 +19,9 @@ from tests.faults.policy_soak import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize("engine", ["in_process", "server"])
-def test_random_kills_count_no_answer_twice_and_lose_none(engine: str, tmp_path: Path) -> None:
-    settings = [one for one in SETTINGS if one.engine == engine]
+@pytest.mark.parametrize(("engine", "is_lying"), [("in_process", False), ("server", False), ("server", True)])
+def test_random_kills_count_no_answer_twice_and_lose_none(engine: str, is_lying: bool, tmp_path: Path) -> None:
+    settings = [one for one in SETTINGS if (one.engine, one.is_lying) == (engine, is_lying)]
     assert soak_policies(num_kills=3, seed=2, folder=tmp_path, settings=settings) == 0
 
 
@@ -54,3 +54,14 @@ def test_records_of_a_run_that_counted_or_lost_an_answer_are_rejected(
     assert "were lost or asked again" in find(asked_again)
     stale = [row | {"version": max(0, row["version"] - 3)} for row in rows]
     assert "updates old" in find(stale)
+    weighed = next(index for index, row in enumerate(rows) if row["advantage"])
+    for name, value, said in (
+        ("advantage", rows[weighed]["advantage"] * 1.01, "advantage"),
+        ("advantage", None, "advantage None"),
+        ("reward", rows[weighed]["reward"] + 0.25, "and its parts make"),
+        ("error", "unusable answer", "failed, and is trained"),
+        ("logprobs", [float("nan")] * len(rows[weighed]["ids"]), "ids with log-probabilities"),
+        ("logprobs", [0.5] * len(rows[weighed]["ids"]), "ids with log-probabilities"),
+        ("ids", [10**6] * len(rows[weighed]["ids"]), "ids [1000000"),
+    ):
+        assert said in find([*rows[:weighed], rows[weighed] | {name: value}, *rows[weighed + 1 :]]), name

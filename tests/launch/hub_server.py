@@ -23,6 +23,7 @@ class HubServer:
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)  # readable with the token "may-read"
+    private: set[str] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)  # files whose first download is cut off half way
     sent: Counter[str] = field(default_factory=Counter)  # bytes sent of each file
     created: list[dict[str, Any]] = field(default_factory=list)
@@ -62,7 +63,9 @@ def serve_hub(hub: HubServer) -> Iterator[HubServer]:
                     for file, data in files.items()
                 ]
                 return self._json(entries)
-            return self._json({"id": name.partition("/")[2], "sha": hub.commit, "siblings": []})
+            return self._json(
+                {"id": name.partition("/")[2], "sha": hub.commit, "siblings": [], "private": name in hub.private}
+            )
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -104,5 +104,5 @@ def test_env_example_and_both_tasks_offer_every_variable() -> None:
 
 def test_env_example_explains_every_variable_that_the_node_script_reads() -> None:
     read = set(re.findall(r"\$\{?([A-Z][A-Z_]+)", (ROOT / "sky" / "run_node.sh").read_text()))
-    external = ("SKYPILOT_", "SLURM_", "TORCHINDUCTOR", "TRITON", "PATH", "PWD", "BASHPID")
+    external = ("SKYPILOT_", "SLURM_", "TORCHINDUCTOR", "TRITON", "PATH", "PWD", "BASHPID", "PYTHON")
     assert {name for name in read if not name.startswith(external)} <= read_offered_variables()

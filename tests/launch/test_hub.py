@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.conftest import ROOT
+from fctune.data.chosen_template import ChosenTemplate
+from fctune.launch.hub import plan_upload
+from fctune.models.export import Prompting, copy_companions, write_model_config
+from tests.conftest import ROOT, TINY_BASE
 from tests.launch.hub_server import COMMIT, HubServer, serve_hub
 
 ROWS = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(3)]
@@ -176,28 +182,132 @@ def test_an_adapters_base_is_found_on_the_hub_by_its_name_and_revision(hub: HubS
     assert "set base_model_name_or_path in" in missing
 
 
-def push(hub: HubServer, *arguments: str, token: str = "may-write") -> subprocess.CompletedProcess[str]:
+def push(
+    hub: HubServer,
+    *arguments: str,
+    token: str = "may-write",
+    confirm: Sequence[str] = ("--yes",),
+    stdin: int | None = None,
+) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     environment = clean | {"HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    command = [sys.executable, "-m", "fctune.cli", "push", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-m", "fctune.cli", "push", *arguments, *confirm]
+    stdin = subprocess.DEVNULL if stdin is None else stdin
+    return subprocess.run(command, cwd=ROOT, env=environment, stdin=stdin, capture_output=True, text=True, timeout=100)
 
 
-def test_an_export_is_uploaded_as_one_private_commit_without_hidden_files(hub: HubServer, tmp_path: Path) -> None:
-    export = tmp_path / "run" / "export" / "merged"
-    export.mkdir(parents=True)
-    files = {"config.json": b"{}", "model.safetensors": b"weights", "chat_template.jinja": b"{{ messages }}"}
-    for name, data in files.items():
-        (export / name).write_bytes(data)
-    (export / ".secret").write_text("not this")
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    """Write a run with a merged export, next to which lie files that are nobody's business."""
+    folder = tmp_path / "run" / "export" / "merged"
+    folder.mkdir(parents=True)
+    for name, data in EXPORT.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+EXPORT = {
+    "config.json": b"{}",
+    "model-00001-of-00002.safetensors": b"weights",
+    "model-00002-of-00002.safetensors": b"more",
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {name: f"model-0000{name}-of-00002.safetensors" for name in "12"}}
+    ).encode(),
+    "chat_template.jinja": b"{{ messages }}",
+    "chat_template_kwargs.json": b'{"enable_thinking": false}',
+    "tokenizer.json": b"{}",
+    "LICENSE.txt": b"MIT",
+}
+
+
+def test_nothing_but_the_files_of_an_export_is_uploaded(hub: HubServer, export: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text("secret")
+    for name in (".env", ".secret", "notes.md", "rows.jsonl", "optimizer.safetensors", "model.safetensors", "train.py"):
+        (export / name).write_text("secret")
+    for name in ("generation_config.json", "vocab.json", "LICENSE"):
+        (export / name).symlink_to(secret)
+    (export / "checkpoint-10").mkdir()
+    (export / "checkpoint-10" / "config.json").write_text("secret")
+    (export / "tokenizer.model").mkdir()
     done = push(hub, str(tmp_path / "run"), "me/tuned")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{hub.url}/me/tuned/commit/{COMMIT}"
     card = hub.commits["me/tuned"].pop("README.md").decode()
     assert "function-calling" in card
-    assert hub.commits["me/tuned"] == files
+    assert hub.commits["me/tuned"] == EXPORT
     assert hub.created[0]["visibility"] == "private"
     assert "may-write" not in done.stdout + done.stderr
+    listed, _, skipped = done.stderr.partition("not uploaded: ")
+    assert all(f"  {name} " in listed for name in (*EXPORT, "README.md"))
+    assert "model-00001-of-00002.safetensors     7 bytes" in listed
+    assert ".env, .secret, LICENSE, checkpoint-10/," in skipped
+    assert "and 2 more" in skipped
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "words"),
+    [
+        ("new", [], "me/tuned will be created as a private repository."),
+        ("new", ["--public"], "me/tuned will be created as a PUBLIC repository."),
+        ("private", [], "me/tuned is an existing private repository."),
+        ("public", [], "me/tuned is an existing PUBLIC repository: anyone can download what is uploaded."),
+    ],
+)
+def test_without_a_terminal_or_yes_an_upload_is_listed_and_refused(
+    state: str, options: list[str], words: str, hub: HubServer, export: Path
+) -> None:
+    if state != "new":
+        hub.repositories["models/me/tuned"] = {}
+    if state == "private":
+        hub.private.add("models/me/tuned")
+    done = push(hub, str(export), "me/tuned", *options, confirm=())
+    assert done.returncode == 2
+    assert done.stderr.index(words) < done.stderr.index("  config.json ") < done.stderr.index("with --yes")
+    assert not hub.created
+    assert not hub.commits
+    assert not (export / "README.md").exists()
+
+
+@pytest.mark.parametrize(("reply", "is_uploaded"), [("y", True), ("YES", True), ("", False), ("n", False)])
+def test_an_upload_is_confirmed_at_the_terminal(reply: str, is_uploaded: bool, hub: HubServer, export: Path) -> None:
+    keyboard, terminal = pty.openpty()
+    os.write(keyboard, f"{reply}\n".encode())
+    done = push(hub, str(export), "me/tuned", confirm=(), stdin=terminal)
+    os.close(keyboard)
+    os.close(terminal)
+    assert "Upload? [y/N]" in done.stderr
+    assert done.returncode == (0 if is_uploaded else 1), done.stderr
+    assert bool(hub.commits) == is_uploaded
+
+
+def test_an_export_with_missing_or_linked_weights_is_refused(hub: HubServer, export: Path, tmp_path: Path) -> None:
+    shard = export / "model-00002-of-00002.safetensors"
+    shard.rename(tmp_path / shard.name)
+    done = push(hub, str(export), "me/tuned")
+    assert done.returncode == 2
+    assert "model-00002-of-00002.safetensors, which the model needs, is missing" in done.stderr
+    shard.symlink_to(tmp_path / shard.name)
+    done = push(hub, str(export), "me/tuned")
+    assert done.returncode == 2
+    assert "links to a file outside of it. Replace the link by the file." in done.stderr
+    assert not hub.commits
+
+
+def test_every_file_that_an_export_writes_is_uploaded(tmp_path: Path) -> None:
+    base = shutil.copytree(TINY_BASE, tmp_path / "base")
+    for name in ("vocab.json", "merges.txt", "added_tokens.json", "preprocessor_config.json", "USE_POLICY.md"):
+        (base / name).write_text("{}")
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    write_model_config(folder, base, torch.float32)
+    template = ChosenTemplate("given", json.loads((base / "tokenizer_config.json").read_text())["chat_template"])
+    copy_companions(base, folder, Prompting(template, {"enable_thinking": False}))
+    upload = plan_upload(folder, "card")
+    assert upload.skipped == ()
+    assert set(upload.files) == {path.name for path in folder.iterdir()} | {"README.md"}
+    assert {"USE_POLICY.md", "vocab.json", "chat_template_kwargs.json", "server_parsers.json"} < set(upload.files)
 
 
 def test_a_failed_upload_is_reported_without_showing_the_token(hub: HubServer, tmp_path: Path) -> None:

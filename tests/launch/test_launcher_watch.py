@@ -70,6 +70,19 @@ def test_a_rank_ends_soon_after_its_launcher_is_killed(phase: str, tmp_path: Pat
     assert (tmp_path / "end").exists() == (phase == "a recorded phase")
 
 
+def test_the_reader_of_a_released_pipe_sees_its_end_while_the_process_lives() -> None:
+    code = "import time; from fctune.launcher_watch import release_output; print('last', flush=True); release_output()"
+    command = [sys.executable, "-c", f"{code}; print('lost'); time.sleep(60)"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read() == "last\n"
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_process_without_a_launcher_outlives_its_parent(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.py"
     recipe.write_text(f"import time\nfrom pathlib import Path\ntime.sleep(1)\nPath({str(tmp_path / 'done')!r}).touch()")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ from fctune.config.sections.parallel import ParallelConfig
 from fctune.errors import ConfigError
 from fctune.models.precision import PrecisionPolicy, check_device, choose_precision
 from fctune.parallel.footprint import GIB, Footprint
-from fctune.parallel.layout import Hardware, ParallelLayout, check_memory, choose_parallel_layout
+from fctune.parallel.layout import (
+    Hardware,
+    ParallelLayout,
+    check_memory,
+    choose_parallel_layout,
+    suggest_smaller_weights,
+)
 
 
 def needs(gib: float) -> Callable[[int], Footprint]:
@@ -78,28 +85,52 @@ def test_an_impossible_layout_is_rejected(options: dict[str, Any], words: str) -
 
 
 @pytest.mark.parametrize(
-    ("mode", "gib", "world_size", "has_adapter", "words"),
+    ("mode", "gib", "world_size", "smaller", "words"),
     [
-        ("ddp", 200.0, 8, True, "about 200.0 GiB .*128.0 GiB more than the 72.0 GiB .*shards over 4 ranks"),
-        ("fsdp", 1100.0, 8, False, "137.5 GiB.*65.5 GiB more.*fsdp on 16 such devices.*an adapter"),
-        ("ddp", 100.0, 1, True, "28.0 GiB more.*fsdp on 2 such devices.*adapter.base=nf4"),
+        (
+            "ddp",
+            200.0,
+            8,
+            "adapter.base=nf4",
+            "about 200.0 GiB .*128.0 GiB more than the 72.0 GiB .*shards over 4 ranks",
+        ),
+        ("fsdp", 1100.0, 8, "an adapter", "137.5 GiB.*65.5 GiB more.*fsdp on 16 such devices.*an adapter"),
+        ("ddp", 100.0, 1, "adapter.base=nf4", "28.0 GiB more.*fsdp on 2 such devices.*adapter.base=nf4"),
+        ("ddp", 100.0, 1, None, "28.0 GiB more.*fsdp on 2 such devices\\.$"),
     ],
 )
 def test_a_model_too_large_is_rejected_with_settings_that_would_fit(
-    mode: Any, gib: float, world_size: int, has_adapter: bool, words: str
+    mode: Any, gib: float, world_size: int, smaller: str | None, words: str
 ) -> None:
     hardware = Hardware("cuda", world_size, 8, 80 * GIB)
-    layout = choose_parallel_layout(ParallelConfig(mode=mode), hardware, has_adapter, needs(gib))
+    layout = choose_parallel_layout(ParallelConfig(mode=mode), hardware, mode == "ddp", needs(gib))
     with pytest.raises(ConfigError, match=f"(?s)model.path=some/model: .*{words}"):
-        check_memory(hardware, layout, has_adapter, needs(gib), "some/model")
+        check_memory(hardware, layout, smaller, needs(gib), "some/model")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "experts", "setting"),
+    [
+        (None, (), "an adapter instead of all weights, or an 8-bit optimizer"),
+        ("bf16", (), "adapter.base=nf4"),
+        ("nf4", (), None),
+        ("bf16", ("experts",), None),
+    ],
+)
+def test_smaller_weights_are_suggested_only_where_the_run_would_accept_them(
+    adapter: Any, experts: tuple[str, ...], setting: str | None
+) -> None:
+    config = SimpleNamespace(adapter=adapter and SimpleNamespace(base=adapter))
+    model = SimpleNamespace(architecture=SimpleNamespace(expert_names=experts))
+    assert suggest_smaller_weights(cast(Any, config), cast(Any, model)) == setting
 
 
 def test_a_run_that_may_not_fit_gives_a_warning() -> None:
     hardware = Hardware("cuda", 8, 8, 80 * GIB)
     layout = choose_parallel_layout(ParallelConfig(mode="fsdp"), hardware, False, needs(8.0))
-    assert check_memory(hardware, layout, False, needs(8.0), "some/model") is None
+    assert check_memory(hardware, layout, None, needs(8.0), "some/model") is None
     warning = check_memory(
-        hardware, layout, False, lambda _: Footprint(parameters=60 * GIB, activations=30 * GIB), "some/model"
+        hardware, layout, None, lambda _: Footprint(parameters=60 * GIB, activations=30 * GIB), "some/model"
     )
     assert warning is not None
     assert "18.0 GiB more than the 72.0 GiB" in warning

@@ -19,7 +19,7 @@ from fctune.models.lora import apply_lora_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
 from fctune.models.torchtune import layers
-from fctune.planner.memory_traffic import BytesMoved, count_bytes_moved, count_fused_bytes
+from fctune.planner.speed import BytesMoved, count_block_bytes
 from tests.planner.sample_plans import WIDE, parse_small_config
 
 TOKENS, RANK, WIDTH = 512, 4, 2
@@ -69,18 +69,12 @@ def measure_block(model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
 
 
 def plan_block(a: Architecture, model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
-    """Return the planned traffic without norms and the adapters' products."""
+    """Return the planned traffic of kernels between products, without norms and ``addmm``, which is a product here."""
     config = parse_small_config(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
-    moved = count_bytes_moved(a, config, WIDTH)
+    _, moved = count_block_bytes(a, a.largest_block, config, WIDTH)
     norms = a.embed_dim * WIDTH
-    if config.adapter is None:
-        return BytesMoved(moved.forward - 4 * norms, moved.backward - 6 * norms)
-    # Queries, keys and values read the same tensor, and so do gate and up.
-    inputs = WIDTH * (3 * a.embed_dim + a.largest_block.linears[-1].in_dim)
-    outputs = WIDTH * sum(one.out_dim for one in a.largest_block.linears)
-    return BytesMoved(
-        moved.forward - 4 * norms - inputs - 4 * outputs, moved.backward - 6 * norms - 2 * inputs - 2 * outputs
-    )
+    added = 3 * WIDTH * sum(one.out_dim for one in a.largest_block.linears) if config.adapter is not None else 0
+    return BytesMoved(moved.forward - 4 * norms - added, moved.backward - 6 * norms)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +91,13 @@ def test_eager_blocks_move_the_planned_bytes(
     assert formula.backward == pytest.approx(real.backward, rel=0.03)
 
 
-def test_compiled_blocks_move_less_and_have_no_extra_traffic_without_adapters(make_model: Callable[..., Path]) -> None:
+def test_compiled_blocks_move_less_than_eager_ones(make_model: Callable[..., Path]) -> None:
     model_dir = make_model("llama", **WIDE)
     a, raw = read_architecture(model_dir), {"model": {"path": str(model_dir)}, "precision": "bf16"}
-    plain = count_fused_bytes(a, WIDTH)
-    assert count_bytes_moved(a, parse_small_config(raw | {"compile": True}), WIDTH).over(plain, 1.0) == 0
-    eager = count_bytes_moved(a, parse_small_config(raw), WIDTH).over(plain, 0.0)
-    assert eager > 0
-    adapted = raw | {"adapter": {"rank": 4}}
-    compiled = count_bytes_moved(a, parse_small_config(adapted | {"compile": True}), WIDTH).over(plain, 0.0)
-    assert 0 < compiled < count_bytes_moved(a, parse_small_config(adapted), WIDTH).over(plain, 0.0)
+
+    def moved(**changes: Any) -> float:
+        return count_block_bytes(a, a.largest_block, parse_small_config(raw | changes), WIDTH)[1].total
+
+    for changes in ({}, {"adapter": {"rank": 4}}, {"adapter": {"rank": 4, "dropout": 0.1, "dora": True}}):
+        assert moved(compile=True, **changes) < moved(**changes)
+    assert moved(compile=True) < moved(compile=True, adapter={"rank": 4})

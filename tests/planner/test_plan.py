@@ -1,4 +1,4 @@
-"""Plans compared with published figures and rules of thumb, on this project's configs and clusters; the GPU table."""
+"""Plans compared with published figures, on this project's configs and clusters; the GPU table."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,7 @@ from fctune.planner.memory_timeline import Setting
 from fctune.planner.models import format_overrides, list_overrides
 from fctune.planner.plan import Plan, make_plan
 from fctune.planner.plan_request import PlanRequest
-from fctune.planner.rule_of_thumb import estimate_flops_by_rule, estimate_memory_by_rule
-from fctune.planner.speed import EFFICIENCY_RANGE, count_communication, count_flops
+from fctune.planner.speed import UNMEASURED_RANGE, count_communication, count_flops
 from fctune.planner.storage import optimal_save_interval
 from fctune.planner.table import print_plan
 from fctune.terminal import Terminal
@@ -63,52 +63,60 @@ def torchtitan(precision: str, is_compiled: bool) -> MemoryModel:
     return make_memory(config, 95, max_logits=math.inf)
 
 
-@pytest.mark.parametrize(
-    ("precision", "is_compiled", "measured", "measured_gib"),
-    [
-        ("bf16_mixed", False, 5762, 82.4),
-        ("bf16_mixed", True, 6667, 77.0),
-        ("float8_mixed", True, 8532, 76.8),
-    ],
-)
-def test_torchtitans_8b_on_8_gpus_is_within_a_tenth(
-    precision: str, is_compiled: bool, measured: int, measured_gib: float
-) -> None:
-    memory, setting = torchtitan(precision, is_compiled), Setting("fsdp", 1, 8, 1.0, 2)
-    assert estimate_rate(memory, TORCHTITAN_GPU, setting, max_logits=math.inf) == pytest.approx(measured, rel=0.1)
-    assert reserved_by_torchtitan(memory, setting) == pytest.approx(measured_gib, rel=0.1)
+# GPUs, precision, compiled; tokens per second of each GPU, and GiB reserved, as published.
+PUBLISHED = {
+    (8, "bf16_mixed", False): (5762, 82.4),
+    (8, "bf16_mixed", True): (6667, 77.0),
+    (8, "float8_mixed", True): (8532, 76.8),
+    (128, "bf16_mixed", False): (5605, 67.0),
+    (128, "bf16_mixed", True): (6514, 62.0),
+    (128, "float8_mixed", True): (8380, 61.8),
+}
 
 
-@pytest.mark.parametrize(
-    ("precision", "is_compiled", "measured", "measured_gib"),
-    [
-        ("bf16_mixed", False, 5605, 67.0),
-        ("bf16_mixed", True, 6514, 62.0),
-        ("float8_mixed", True, 8380, 61.8),
-    ],
-)
-def test_torchtitans_8b_on_128_gpus_is_within_an_eighth(
-    precision: str, is_compiled: bool, measured: int, measured_gib: float
+@pytest.fixture(scope="module")
+def planned_rates() -> dict[tuple[int, str, bool], float]:
+    """Return the planned tokens per second of torchtitan's published runs."""
+    rates = {}
+    for num_gpus, precision, is_compiled in PUBLISHED:
+        memory, setting = torchtitan(precision, is_compiled), Setting("fsdp", 1, num_gpus, 1.0, 2)
+        rate = estimate_rate(memory, TORCHTITAN_GPU, setting, max_logits=math.inf)
+        rates[num_gpus, precision, is_compiled] = rate
+    return rates
+
+
+@pytest.mark.parametrize(("num_gpus", "precision", "is_compiled"), PUBLISHED)
+def test_torchtitans_8b_needs_the_planned_memory_within_a_tenth(
+    num_gpus: int, precision: str, is_compiled: bool
 ) -> None:
-    """The eager plan is 12 % too fast: waiting at each block on 16 nodes is not modelled."""
-    memory, setting = torchtitan(precision, is_compiled), Setting("fsdp", 1, 128, 1.0, 2)
-    assert estimate_rate(memory, TORCHTITAN_GPU, setting, max_logits=math.inf) == pytest.approx(measured, rel=0.125)
-    assert reserved_by_torchtitan(memory, setting) == pytest.approx(measured_gib, rel=0.1)
+    memory, setting = torchtitan(precision, is_compiled), Setting("fsdp", 1, num_gpus, 1.0, 2)
+    published = PUBLISHED[num_gpus, precision, is_compiled][1]
+    assert reserved_by_torchtitan(memory, setting) == pytest.approx(published, rel=0.1)
+
+
+def test_torchtitans_runs_take_no_longer_than_the_range_of_a_plan(
+    planned_rates: dict[tuple[int, str, bool], float],
+) -> None:
+    """Its GPUs have another memory and less power, and it shards all weights: it is a quarter to a third slower."""
+    for run, (published, _) in PUBLISHED.items():
+        assert UNMEASURED_RANGE[0] < planned_rates[run] / published < UNMEASURED_RANGE[1], run
+
+
+def test_compiling_float8_and_more_nodes_change_the_planned_speed_as_published(
+    planned_rates: dict[tuple[int, str, bool], float],
+) -> None:
+    eager, compiled, rounded = (run for run in PUBLISHED if run[0] == 8)
+    for faster, slower in ((compiled, eager), (rounded, compiled), *(((128, *run[1:]), run) for run in (compiled,))):
+        published = PUBLISHED[faster][0] / PUBLISHED[slower][0]
+        assert planned_rates[faster] / planned_rates[slower] == pytest.approx(published, rel=0.05)
 
 
 @pytest.mark.parametrize(("model", "measured"), [(LLAMA, 12_473), ("hf:Qwen/Qwen2.5-7B", 14_110)])
-def test_nemos_lora_is_between_the_plan_with_and_without_adapter_traffic(model: str, measured: int) -> None:
-    """NeMo Automodel docs/performance-summary: 1 H100, rank 16, length 4096, micro-batch 2, adapters in fused kernels.
-
-    This project's adapters are torch operators, so its plans are 11 % and 16 % lower.
-    """
+def test_nemos_lora_is_slower_than_the_plan_by_at_most_a_sixth(model: str, measured: int) -> None:
+    """NeMo Automodel docs/performance-summary: 1 H100, rank 16, length 4096, micro-batch 2."""
     config = make_config(model, 4096, adapter={"rank": 16}, micro_batch_size=2, compile=True)
     memory, gpu, setting = make_memory(config, 79.1), find_gpu("h100"), Setting("none", 1, 1, 0.0, 2)
-    own = estimate_rate(memory, gpu, setting)
-    flops = count_flops(memory, 0.0, 1.0, 4097 / 2)
-    assert own < measured
-    assert own == pytest.approx(measured, rel=0.2)
-    assert gpu.bf16_tflops * 1e12 * EFFICIENCY_RANGE[1] / flops.total == pytest.approx(measured, rel=0.12)
+    assert 1 < estimate_rate(memory, gpu, setting) / measured < 7 / 6
 
 
 def test_torchtunes_8b_lora_is_within_a_tenth() -> None:
@@ -118,22 +126,15 @@ def test_torchtunes_8b_lora_is_within_a_tenth() -> None:
     assert tensor_gib(make_memory(config, 47.4), Setting("none", 1, 1, 0.0, 2)) == pytest.approx(30.3, rel=0.1)
 
 
-def test_the_rule_of_thumb_reproduces_its_example() -> None:
-    """Pythia-1B on 2 GPUs, batch 16, length 512, in float32."""
-    rule = estimate_memory_by_rule(1e9, 1e9, 2, 16, 512, embed_dim=2048, num_layers=16)
-    assert (round(rule.state_gib, 2), round(rule.activations_gib, 2)) == (7.45, 1.0)
-    assert round(rule.total_gib, 2) == 8.45
-
-
-def test_72b_on_64_h100_takes_about_3000_gpu_hours_for_9_billion_tokens() -> None:
+def test_72b_on_64_h100_takes_less_than_3000_gpu_hours_for_9_billion_tokens() -> None:
     """Assumed: an instruction set of 4.5 billion tokens (5 million rows of 900), two epochs."""
     config = load_config(ROOT / "configs" / "qwen2_5_72b_full.yaml", ["data.validation_share=0"])
     plan = make_plan(config, PlanRequest(find_gpu("h100"), 8, 8, rows=5_000_000, mean_tokens=900))
     assert plan.hours is not None
-    assert plan.hours * 64 == pytest.approx(3000, rel=0.1)
-    # The rule of thumb at the same rate.
-    by_rule = estimate_flops_by_rule(72.7e9, 2 * 4.5e9, True) / (989e12 * plan.efficiency) / 3600
-    assert plan.hours * 64 == pytest.approx(by_rule, rel=0.1)
+    assert plan.hours_range is not None
+    # 6 operations per weight and token at the rate of products, and nothing else, is the least.
+    least = 6 * 72.7e9 * 2 * 4.5e9 / (989e12 * 0.726) / 3600
+    assert least < plan.hours_range[0] * 64 < plan.hours * 64 < plan.hours_range[1] * 64 < 3300
 
 
 ALL = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith("acceptance_"))
@@ -242,6 +243,38 @@ def test_the_save_interval_follows_young_and_daly() -> None:
     assert optimal_save_interval(300, 100) == 100
     lost = {w: 20 / w + w / 2 / 40_000 for w in range(100, 5000)}
     assert optimal_save_interval(20, 40_000) == pytest.approx(min(lost, key=lambda w: lost[w]), rel=0.03)
+
+
+RECOMMENDATIONS = {
+    # Five GPU-hours of training: a second node makes start-up dearer than the time that it saves.
+    "short": ("llama3_1_8b_lora", {"rows": 150_000, "mean_tokens": 500.0}, None, 1),
+    "short, in a hurry": ("llama3_1_8b_lora", {"rows": 150_000, "mean_tokens": 500.0}, 0.2, 4),
+    "long": ("llama3_1_8b_lora", {"rows": 100_000_000, "mean_tokens": 500.0, "startup_min": 5.0}, None, 16),
+    "long, no hurry": ("llama3_1_8b_lora", {"rows": 10_000_000, "mean_tokens": 500.0}, 100.0, 1),
+    "impossible": ("llama3_1_8b_lora", {"rows": 10_000_000, "mean_tokens": 500.0}, 0.1, None),
+    "large": ("qwen2_5_72b_full", {"rows": 60_000, "mean_tokens": 500.0}, None, 4),
+    "unknown length": ("llama3_1_8b_lora", {}, None, None),
+}
+
+
+@pytest.mark.parametrize(("name", "data", "deadline", "nodes"), RECOMMENDATIONS.values(), ids=list(RECOMMENDATIONS))
+@pytest.mark.parametrize("price", [3.85, None])
+def test_the_search_weighs_cost_against_time(
+    name: str, data: dict[str, Any], deadline: float | None, nodes: int | None, price: float | None
+) -> None:
+    request = PlanRequest(find_gpu("h100"), price=price, is_searching=True, deadline_hours=deadline, **data)
+    plan = make_plan(load_config(name), request)
+    found = plan.recommended
+    assert (None if found is None else found.nodes) == nodes
+    timed = [point for point in plan.scaling if point.hours is not None]
+    costs = {point.nodes: point.gpu_hours if price is None else point.cost for point in timed}
+    if found is None:
+        assert all(deadline is not None and point.hours > deadline for point in timed)
+    elif deadline is None:
+        assert costs[found.nodes] <= 1.1 * min(costs.values())
+        assert all(costs[point.nodes] > 1.1 * min(costs.values()) for point in timed if point.hours < found.hours)
+    else:
+        assert costs[found.nodes] == min(costs[point.nodes] for point in timed if point.hours <= deadline)
 
 
 def test_more_gpus_stop_paying_off_on_a_slow_network() -> None:

@@ -24,7 +24,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_json_contains_the_plan_and_null_for_unknown_figures(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--nodes", "2", "--json", "--failures-per-gpu-day", "0")
     plan = json.loads(out)
-    assert (code, plan["version"], plan["memory"]["fits"]) == (0, 1, True)
+    assert (code, plan["version"], plan["memory"]["fits"]) == (0, 2, True)
     assert plan["hours"] is None
     assert plan["storage"]["best_interval_s"] is None
     known = set(plan["memory"]) - {"total", "phase", "fits", "margin"}
@@ -46,6 +46,26 @@ def test_the_default_price_is_the_configs(capsys: pytest.CaptureFixture[str]) ->
     plan = json.loads(out)
     assert plan["cost"] == pytest.approx(2 * plan["gpu_hours"])
     assert plan["hours_range"] is None
+
+
+def test_hours_and_cost_include_the_startup_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+    data = ("--nodes", "2", "--json", "--rows", "100000", "--mean-tokens", "600", "--price", "2")
+    plan = json.loads(run(capsys, *data)[1])
+    startup = dict(plan["startup"])
+    total, given = startup.pop("total_s"), startup.pop("given_s")
+    assert given is None
+    assert total == pytest.approx(sum(startup.values()))
+    assert startup["download_s"] == pytest.approx(plan["storage"]["base_bytes"] / 0.25e9)
+    assert startup["load_s"] == pytest.approx(2 * plan["storage"]["base_bytes"] / 1e9)  # two nodes hold a copy each
+    assert plan["hours"] == pytest.approx(plan["training_hours"] + total / 3600)
+    none = json.loads(run(capsys, *data, "--startup-min", "0")[1])
+    assert none["hours"] == none["training_hours"] == plan["training_hours"]
+    assert plan["costs"]["gpus"] - none["costs"]["gpus"] == pytest.approx(2 * 16 * total / 3600)
+    faster = json.loads(run(capsys, *data, "--download-gb-s", "2.5", "compile=false")[1])["startup"]
+    assert faster["download_s"] == pytest.approx(startup["download_s"] / 10)
+    assert faster["compile_s"] == 0 < startup["compile_s"]
+    text = run(capsys, *(word for word in data if word != "--json"))[1]
+    assert "image of 8 GB (assumed) at 0.25 GB/s (--download-gb-s); " in text
 
 
 def test_traffic_is_priced_by_the_exports_size_or_as_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -103,13 +123,13 @@ def test_output_and_exit_code_say_if_the_run_fits(capsys: pytest.CaptureFixture[
     assert code == 0
     for words in (
         "fits: ",
-        "rule of thumb",
         "fastest that fits: ",
         "GPU-hours",
         "space on the shared disk",
-        "largest useful cluster: ",
+        "recommended: 1 node, ",
     ):
         assert words in out
+    assert "largest useful cluster" not in out
     code, out, _ = run(capsys, "--gpu", "l4", "parallel.mode=ddp")
     assert code == 1
     assert "does not fit" in out
@@ -182,6 +202,10 @@ def test_a_closed_pipe_does_not_change_the_exit_code(arguments: list[str], code:
         (["--rows", "10", "--mean-tokens", "5000"], "--mean-tokens 5000: expected 1 to data.seq_len=4096"),
         (["--rows", "0", "--mean-tokens", "50"], "--rows 0: expected 1 or more."),
         (["--efficiency", "2"], "--efficiency 2: expected more than 0 and at most 1."),
+        (["--startup-min", "-1"], "--startup-min -1: expected 0 or more."),
+        (["--download-gb-s", "0"], "--download-gb-s 0: expected a finite number greater than 0."),
+        (["--search", "--deadline-hours", "nan"], "--deadline-hours nan: expected a finite number greater than 0."),
+        (["--deadline-hours", "2"], "--deadline-hours: only --search chooses a number of nodes; add --search."),
         (["--disk-gb-s", "0"], "--disk-gb-s 0: expected a finite number greater than 0."),
         (["--model", "nowhere"], "--model nowhere: no such directory; pass the one with the model's config.json"),
         (["--model", str(TINY_BASE / "config.json")], "/config.json: no such directory; pass the one with"),

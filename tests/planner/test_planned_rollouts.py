@@ -98,7 +98,8 @@ def test_the_plan_of_a_run_has_both_sides(make_model: Any, capsys: pytest.Captur
     assert found.to_json()["rollouts"]["batch_s"] == found.rollouts.batch_s
     print_plan(Terminal(), found)
     said = capsys.readouterr().out
-    assert found.hours == pytest.approx(50 * found.rollouts.batch_s / 3600), "50 batches, whatever rows there are"
+    training_hours = found.hours - found.startup.total_s / 3600
+    assert training_hours == pytest.approx(50 * found.rollouts.batch_s / 3600), "50 batches, whatever rows there are"
     assert found.to_json()["gpu_hours"] == pytest.approx(10 * found.hours), "the server's GPUs are paid for, too"
     assert "not prepared" not in said
     assert "generation on 2 GPUs" in said

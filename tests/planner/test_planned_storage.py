@@ -83,7 +83,8 @@ def test_hours_in_the_search_include_saves_and_failures() -> None:
     assert plan.storage.lost_share > 0.01
     assert plan.num_steps is not None
     without = plan.num_steps * best.time.total_s / 3600
-    assert plan.scaling[0].hours == pytest.approx(without / (1 - plan.storage.lost_share))
+    started = plan.startup.total_s / 3600
+    assert plan.scaling[0].hours == pytest.approx(started + without / (1 - plan.storage.lost_share))
 
 
 def test_a_run_that_loses_most_of_its_time_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,51 @@ def test_a_run_that_waits_for_a_lost_server_stops_on_request_and_resumes(
     assert [one["step"] for one in read_lines(tmp_path, "metrics.jsonl")] == [1, 2, 3, 4]
     rows = read_lines(tmp_path, "rollouts.jsonl")
     assert len({(row["batch"], row["case_id"], row["sample"]) for row in rows}) == len(rows), "each answer counts once"
+
+
+def read_end(output: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((output / "run" / "exit.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_a_server_that_only_lies_ends_the_run_with_its_reason(tmp_path: Path, server: VllmStandIn) -> None:
+    server.choose_lie = lambda body: "NaN"
+    done = train(tmp_path, server, "max_steps=2")
+    assert done["code"] == 2, done
+    assert "Traceback" not in done["err"]
+    end = read_end(tmp_path)
+    assert end["code"] == 2
+    assert "none of 6 answers arrived" in end["reason"]
+    assert "a log-probability is nan, which is not finite" in end["reason"]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not read_lines(tmp_path, "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_some_lies_are_counted_by_kind_and_a_run_that_learned_nothing_is_not_completed(
+    tmp_path: Path, server: VllmStandIn
+) -> None:
+    asked = Counter[int]()
+
+    def lie(body: dict[str, Any]) -> str | None:
+        asked[body["seed"]] += 1
+        if len(asked) == 2:  # the second request never gets a usable answer, the third one asks twice
+            return "too long"
+        return "beyond the vocabulary" if len(asked) == 3 and asked[body["seed"]] == 1 else None
+
+    server.choose_lie = lie
+    # Every answer has as many tokens, so all advantages are 0, and yet the groups are trained.
+    flat = ("grpo.reward={names: 0.0, brevity: 1.0}", "grpo.drop_flat_groups=false", "max_steps=1")
+    done = train(tmp_path, server, *flat, "grpo.max_new_tokens=1", "grpo.server.concurrency=1")
+    (metrics,), rows = read_lines(tmp_path, "metrics.jsonl"), read_lines(tmp_path, "rollouts.jsonl")
+    assert metrics["answers_failed"] == 1
+    assert metrics["answers_rejected"] == metrics["answers_rejected/too_long"] + 1
+    assert metrics["answers_rejected/unknown_token"] == 1
+    failed = [row for row in rows if row["error"]]
+    assert [(row["advantage"], row["ids"]) for row in failed] == [(None, [])]
+    end = read_end(tmp_path)
+    assert (done["code"], end["code"]) == (1, 1), "docs: 1, failed after training began"
+    assert "nothing was learned in 1 step: the gradient was 0 in 1" in end["reason"]
 
 
 def test_a_refused_adapter_ends_the_run_in_one_sentence(tmp_path: Path) -> None:

@@ -174,12 +174,13 @@ def test_an_edited_card_is_kept(run: Path, capsys: pytest.CaptureFixture[str], m
     uploaded: list[str] = []
     card = run / "export" / "merged" / "README.md"
     monkeypatch.setattr("fctune.launch.hub.push", lambda *_: uploaded.append(card.read_text()) or "url")
+    monkeypatch.setattr("fctune.launch.hub.find_visibility", lambda *_: "new")
     assert main(["push", str(run), "me/tuned", "--print-card"]) == 0
     assert not card.exists()
-    assert main(["push", str(run), "me/tuned"]) == 0
-    assert main(["push", str(run), "me/other"]) == 0
+    assert main(["push", str(run), "me/tuned", "--yes"]) == 0
+    assert main(["push", str(run), "me/other", "--yes"]) == 0
     card.write_text(card.read_text().replace(WRITTEN_BY, "Mine."))
-    assert main(["push", str(run), "me/third"]) == 0
+    assert main(["push", str(run), "me/third", "--yes"]) == 0
     assert "# tuned" in uploaded[0]
     assert "# other" in uploaded[1]
     assert "Mine." in uploaded[2]

@@ -24,7 +24,7 @@ from tests.sampling.recorded_rows import make_row
 from tests.sampling.scripted_engine import ScriptedEngine
 
 LIMITS = DialogueLimits(max_turns=8, max_new_tokens=200, max_tokens=3000)
-FAULTY = "tests.environments.faulty_environments"
+FAULTY = ROOT / "tests" / "environments" / "faulty_environments.py"
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,7 @@ def template() -> ChatTemplate:
 
 
 @pytest.fixture
-def open_tasks(template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EnvironmentTasks]]:
-    monkeypatch.chdir(ROOT)
+def open_tasks(template: ChatTemplate) -> Iterator[Callable[..., EnvironmentTasks]]:
     opened: list[EnvironmentTasks] = []
 
     def make(*names: str, num_tasks: int = 6, limits: DialogueLimits = LIMITS, **options: Any) -> EnvironmentTasks:

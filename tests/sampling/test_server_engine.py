@@ -19,7 +19,7 @@ from fctune.errors import ConfigError
 from fctune.generation.http_client import RetryPolicy
 from fctune.sampling.rollouts import Generation
 from fctune.sampling.server_engine import ServerPatience, ServerRolloutEngine
-from tests.sampling.vllm_stand_in import VllmStandIn
+from tests.sampling.vllm_stand_in import LIES, VllmStandIn
 
 QUICK = ServerPatience(poll_s=0.05, max_wait_s=20.0, retry=RetryPolicy(2, 20.0, 0.01, 0.02))
 PROMPTS = [[1, 5, 9, 30], [1, 5, 9, 30], [7, 8], [100, 3, 44, 2, 90]]
@@ -302,6 +302,57 @@ def test_failing_requests_are_repeated_within_bounds(
     server.fails_with = (401, "Unauthorized")
     with pytest.raises(ConfigError, match=r"Unauthorized. Set FCTUNE_API_KEY"):
         ask(engine)
+
+
+def test_lies_are_counted_asked_again_and_never_returned(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine]
+) -> None:
+    server, names = serve(), list(LIES)
+    engine = connect(server)
+
+    def generate() -> list[Generation]:
+        count = len(names)
+        answers = engine.generate([PROMPTS[2]] * count, range(count), [2] * count)
+        return sorted(answers, key=lambda one: one.index)
+
+    honest, asked = generate(), set[int]()
+
+    def lie_once(body: dict[str, Any]) -> str | None:
+        is_first = body["seed"] not in asked
+        asked.add(body["seed"])
+        return names[body["seed"]] if is_first else None
+
+    server.choose_lie = lie_once
+    for name, answer, true in zip(names, generate(), honest, strict=True):
+        assert answer.rejected == (LIES[name][0],), name
+        assert (answer.error, answer.ids, answer.logprobs) == (None, true.ids, true.logprobs), name
+    server.choose_lie = lambda body: names[body["seed"]]
+    num_before = len(server.requests)
+    for name, answer in zip(names, generate(), strict=True):
+        assert answer.rejected == (LIES[name][0],) * QUICK.retry.max_attempts, name
+        assert (answer.ids, answer.logprobs) == ((), ())
+        assert "unusable answer" in str(answer.error), name
+    assert len(server.requests) - num_before == QUICK.retry.max_attempts * len(names), "bounded"
+
+
+@pytest.mark.parametrize("models", [5, {"data": 5}, {"data": [5, {"id": {}}, {"name": "base"}]}])
+def test_a_list_of_models_of_another_form_is_refused_at_the_start(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine], models: Any
+) -> None:
+    server = serve()
+    server.list_models = lambda: models  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"does not serve base; it lists"):
+        connect(server, served_model="base")
+
+
+@pytest.mark.parametrize("tokens", [5, None, [1, "2"], [float("inf")], [True]])
+def test_token_ids_of_another_form_are_refused_at_the_start(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine], tokens: Any
+) -> None:
+    server = serve()
+    server._tokenize = lambda body: (200, {"tokens": tokens})  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"does not return token ids of a text \(unusable answer"):
+        connect(server)
 
 
 def test_adapters_of_an_earlier_process_of_the_run_are_unloaded(

@@ -7,9 +7,11 @@ Messages and statuses are those of vLLM 0.32: ``entrypoints/serve/lora/api_route
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,61 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.ranks import find_port
+
+
+def _spoil(key: str, change: Callable[[list[Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    """Return a lie that replaces ``token_ids`` or ``token_logprobs`` of a choice by a change of them."""
+
+    def lie(choice: dict[str, Any]) -> None:
+        place = choice["logprobs"] if key == "token_logprobs" else choice
+        place[key] = change(place[key])
+
+    return lie
+
+
+def _set_first(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    return _spoil(key, lambda values: [value, *values[1:]])
+
+
+def _set(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda choice: choice.update(values)
+
+
+# What a lying or broken server sends in place of a true choice, and the kind that it must count as. A lie changes the
+# choice, or returns another body.
+LIES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "NaN": ("nonfinite_logprob", _set_first("token_logprobs", math.nan)),
+    "infinity": ("nonfinite_logprob", _set_first("token_logprobs", math.inf)),
+    "minus infinity": ("nonfinite_logprob", _set_first("token_logprobs", -math.inf)),
+    "vLLM's minus infinity": ("nonfinite_logprob", _set_first("token_logprobs", -9999.0)),
+    "a large negative integer": ("nonfinite_logprob", _set_first("token_logprobs", -(10**400))),
+    "positive": ("positive_logprob", _set_first("token_logprobs", 0.5)),
+    "a large integer": ("positive_logprob", _set_first("token_logprobs", 10**400)),
+    "beyond the vocabulary": ("unknown_token", _set_first("token_ids", 10**6)),
+    "beyond 64 bits": ("unknown_token", _set_first("token_ids", 2**64)),
+    "negative id": ("unknown_token", _set_first("token_ids", -1)),
+    "too long": ("too_long", _set(token_ids=[5] * 300, logprobs={"token_logprobs": [-1.0] * 300})),
+    "text as id": ("malformed", _set_first("token_ids", "5")),
+    "fraction as id": ("malformed", _set_first("token_ids", 3.5)),
+    "infinite id": ("malformed", _set_first("token_ids", math.inf)),
+    "true as id": ("malformed", _set_first("token_ids", True)),
+    "text as log-probability": ("malformed", _set_first("token_logprobs", "-0.5")),
+    "null as log-probability": ("malformed", _set_first("token_logprobs", None)),
+    "false as log-probability": ("malformed", _set_first("token_logprobs", False)),
+    "one log-probability too few": ("malformed", _spoil("token_logprobs", lambda values: values[1:])),
+    "ids as object": ("malformed", _set(token_ids={"0": 5})),
+    "log-probabilities as number": ("malformed", _set(logprobs=7)),
+    "number as prompt": ("other_prompt", _set(prompt_token_ids=7)),
+    "another prompt": ("other_prompt", _set(prompt_token_ids=[1, 2])),
+    "aborted": ("unfinished", _set(finish_reason="abort")),
+    "list as reason": ("unfinished", _set(finish_reason=["stop"])),
+    "number as choices": ("malformed", lambda choice: {"choices": 5}),
+    "text as choice": ("malformed", lambda choice: {"choices": ["stop"]}),
+    "list as body": ("malformed", lambda choice: [choice]),
+    "null as body": ("malformed", lambda choice: "null"),
+    "a web page": ("malformed", lambda choice: "<html>"),
+    "nested a million times": ("malformed", lambda choice: "[" * 10**6),
+}
 
 
 class VllmStandIn:
@@ -44,6 +101,8 @@ class VllmStandIn:
         self.is_answering.set()
         self.num_failing = 0
         self.fails_with: tuple[int, str] | None = None
+        # Spoils answers by a name of LIES; it gets the request, and None leaves an answer true.
+        self.choose_lie: Callable[[dict[str, Any]], str | None] = lambda body: None
         self.lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
         self.start()
@@ -123,6 +182,8 @@ class VllmStandIn:
         ids, logprobs, reason = self._sample(model, body)
         choice = {"index": 0, "text": self.tokenizer.decode(ids), "finish_reason": reason}
         choice |= {"token_ids": ids, "prompt_token_ids": prompt, "logprobs": {"token_logprobs": logprobs}}
+        if (lie := self.choose_lie(body)) is not None and (spoiled := LIES[lie][1](choice)) is not None:
+            return 200, spoiled
         return 200, {"id": "cmpl-1", "object": "text_completion", "model": name, "choices": [choice]}
 
     def _sample(self, model: Any, body: dict[str, Any]) -> tuple[list[int], list[float], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -44,7 +45,7 @@ class SourceConfig:
 
 def _find_path_problem(path: Path) -> str:
     """Return what is seen to be wrong with a source's file or directory without reading rows, or ""."""
-    if not path.exists():
+    if not os.path.exists(path):
         return f"no such file or directory{suggest_hub_name(str(path))} (relative paths start at {Path.cwd()})"
     if path.is_dir() and not any(file.name.endswith(DATA_SUFFIXES) for file in path.iterdir()):
         return f"no data files in this directory; expected {', '.join(DATA_SUFFIXES)}"

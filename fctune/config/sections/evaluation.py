@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -46,7 +47,7 @@ class EvalConfig:
 
     def check(self, where: str, problems: list[str]) -> None:
         """Check that the cases exist."""
-        if self.cases != VALIDATION_CASES and not Path(self.cases).is_file():
+        if self.cases != VALIDATION_CASES and not os.path.isfile(self.cases):
             problems.append(
                 f"{where}.cases={self.cases}: {describe_no_file(self.cases)} (relative paths start at {Path.cwd()}); "
                 f"specify a JSONL file of held-out cases, or {VALIDATION_CASES}"

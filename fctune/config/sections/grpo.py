@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, SHARE, Null, Range, join_key
@@ -114,7 +114,7 @@ class GRPOConfig:
         self._check_shares(join_key(where, "category_shares"), problems)
         if is_dialogue_source(self.cases):
             problems += find_source_problems(self.cases, where)
-        elif not self.cases.startswith("synthetic:") and not Path(self.cases).is_file():
+        elif not self.cases.startswith("synthetic:") and not os.path.isfile(self.cases):
             problems.append(
                 f"{join_key(where, 'cases')}={self.cases}: {describe_no_file(self.cases)}; make one with "
                 "fctune data cases ROWS --out FILE"

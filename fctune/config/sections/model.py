@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -61,12 +62,12 @@ class ModelConfig:
         key = join_key(where, "path")
         if self.path.startswith("hf:"):
             return
-        if not Path(self.path).is_dir():
+        if not os.path.isdir(self.path):
             problems.append(
                 f"{key}={self.path}: no such directory{suggest_hub_name(self.path, ';')} expected a Hugging Face model "
                 "directory, or hf:NAME@REVISION"
             )
-        elif not (Path(self.path) / "config.json").is_file():
+        elif not os.path.isfile(Path(self.path) / "config.json"):
             problems.append(f"{key}={self.path}: contains no config.json, so it is not a Hugging Face model directory")
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from fctune.config.fields import AT_LEAST_1, Null, Range, join_key
@@ -73,6 +73,6 @@ def find_source_problems(cases: str, where: str) -> list[str]:
     if cases.startswith(ENVIRONMENT) and parse_environments(cases) is None:
         return [f"{key}={cases}: expected environment:NAMES:TASKS, such as environment:files,shop:1000"]
     path = cases.removeprefix(RECORDED)
-    if cases.startswith(RECORDED) and "://" not in path and not path.startswith("hf:") and not Path(path).is_file():
+    if cases.startswith(RECORDED) and "://" not in path and not path.startswith("hf:") and not os.path.isfile(path):
         return [f"{key}={cases}: {path} does not exist; name a file of rows with calls and their results"]
     return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -132,6 +132,18 @@ def require_read(columns: Mapping[str, Any], keys: Mapping[str, Any], conversati
     if found := unread["keys"]:
         others = f" (as in {', '.join(found[1:4])})" if len(found) > 1 else ""
         raise RowError(found[0], "unread_text", f"text under a key that is not read{others}; rename or remove the key")
+
+
+def require_read_keys(value: Mapping[str, Any], read: Container[str], pointer: str) -> None:
+    """Check that the keys of an object that are neither read nor harmless hold no text.
+
+    Raises:
+        RowError: ``unread_text``, with the first such key.
+    """
+    for key, item in value.items():
+        if key not in read and not is_harmless(str(key)) and _list_texts(item):
+            reason = "text under a key that is not read; rename or remove the key"
+            raise RowError(f"{pointer}.{key}", "unread_text", reason)
 
 
 def _list_texts(value: Any) -> list[str]:

@@ -41,7 +41,7 @@ DEFECT_KINDS: dict[str, str] = {
     "reasoning_role": "reasoning in a message that is not the assistant's, or that no assistant's turn follows",
     "result_without_call": "a result that answers no call",
     "row_too_large": "a row larger than the limit",
-    "special_token_in_content": "a control token of the tokenizer is spelled in a message, tool or argument",
+    "special_token_in_content": "the text of a control token of the tokenizer in a message, tool or template switch",
     "split_turn": "an assistant turn split by a stray header",
     "system_conflict": "a system column and a different system message",
     "template_switch": "a template switch of the row has a wrong value, or two",

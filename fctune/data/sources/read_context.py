@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from fctune.data.conversation import Tool
-from fctune.data.sources.columns import Columns
+from fctune.data.sources.columns import Columns, require_read_keys
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.filling import ArrowStruct, remove_tool_filling
 from fctune.data.sources.row_json import RowJsonReader, check_depth
@@ -106,6 +106,7 @@ def _read_tool(value: Any, pointer: str) -> Tool:
         function, pointer = value["function"], f"{pointer}.function"
         if value.get("type", "function") != "function" or not isinstance(function, dict):
             raise RowError(pointer, "tool_shape", f"expected a tool of type function, got {describe_value(value)}")
+        require_read_keys(value, ("type", "function"), pointer.removesuffix(".function"))
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RowError(f"{pointer}.name", "tool_shape", f"expected a name, got {describe_value(name)}")

@@ -87,7 +87,12 @@ NOTE_KINDS: dict[str, str] = {
 """The kinds of conversions made while reading rows."""
 
 TOOL_COLUMNS = ("tools", "functions", "available_tools", "tools_json")
-"""Columns of a row's tools, in formats that have them in a column; ``metadata.tools`` is read where these are empty."""
+"""Columns of a row's tools, in formats that have them in a column."""
+
+METADATA_COLUMNS = ("metadata", "meta", "extra_info")
+"""Columns whose ``tools`` are read where those of ``TOOL_COLUMNS`` are empty."""
+
+_SYSTEM_KEYS = ("system", "system_prompt")  # of metadata
 
 _CALL_KEYS = frozenset({"name", "arguments", "id", "type", "index"})
 # What opens a call in the text of other formats; such text would be trained, but no call would be.
@@ -339,19 +344,27 @@ class RowBuilder:
             if earlier and self.tools != earlier:
                 raise RowError(name, "tools_disagree", f"other tools than in {found}; leave one of the two out")
             found = name
-        metadata = row.get("metadata") if not found else None
-        if isinstance(metadata, str) and '"tools"' in metadata:
+        for name in METADATA_COLUMNS:
+            if row.get(name):
+                self._read_metadata(row[name], name, has_tools=bool(found))
+
+    def _read_metadata(self, metadata: Any, column: str, has_tools: bool) -> None:
+        """Read the tools that a row's metadata holds, unless columns have some, and note its system prompt."""
+        if isinstance(metadata, str) and any(f'"{key}"' in metadata for key in ("tools", *_SYSTEM_KEYS)):
             try:
                 metadata = self.context.json.decode(metadata)
             except RowError:
                 return  # a text of its own
-        tools = metadata.get("tools") if isinstance(metadata, dict) else None
+        if not isinstance(metadata, dict):
+            return
+        self.unread |= {f"{column}.{key}": metadata[key] for key in _SYSTEM_KEYS if metadata.get(key)}
+        tools = metadata.get("tools") if not has_tools else None
         if isinstance(tools, str):
             is_listed = tools.lstrip().startswith(("[", "{"))
         else:
             is_listed = isinstance(tools, list) and any(isinstance(tool, dict) for tool in tools)
         if is_listed:
-            self.set_tools(tools, "metadata.tools")
+            self.set_tools(tools, f"{column}.tools")
 
     def note_unread(self, value: dict[str, Any], read: Collection[str], pointer: str) -> None:
         """Note the keys of a message or call that are neither read nor harmless, for ``require_read``."""

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from typing import Any
 
+from fctune.data.sources.columns import require_read_keys
 from fctune.data.sources.defects import TEXT_ONLY, RowError, describe_value
 from fctune.data.sources.filling import ArrowStruct, holds_null
 from fctune.data.sources.row_json import check_depth
@@ -72,6 +73,7 @@ def _read_part(part: Any, pointer: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(part, dict) and kind in (*_TEXT_TYPES, None) and isinstance(part.get("text"), str):
         text: str = part["text"]
+        require_read_keys(part, ("type", "text"), pointer)
         return text
     if isinstance(kind, str) and _MEDIA.search(kind):
         raise RowError(pointer, "not_text_only", f"a part of type {kind!r}; {TEXT_ONLY}")

@@ -31,7 +31,7 @@ class LocalLauncher:
 
     poll_s: float = 1.0
     is_remote = False
-    command = (sys.executable, "-m", "fctune.cli", "train")
+    command = (sys.executable, "-P", "-m", "fctune.cli", "train")
 
     def __init__(self, study: Study, gpus: Sequence[str]) -> None:
         spec = study.sweep.spec

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fctune.files import run_within
-from fctune.launcher_watch import kill_launcher_later
+from fctune.launcher_watch import kill_launcher_later, release_output
 from fctune.training.callbacks.base import Callback
 from fctune.training.callbacks.checkpoint import SAVE_FAILED
 
@@ -125,6 +125,7 @@ class HangWatch(Callback):
             run_within(_REPORT_S, lambda: self._write_stacks(reason))
             run_within(_REPORT_S, lambda: self._on_hang(f"rank {self._rank}: {reason}", watched.code))
         finally:
+            run_within(_REPORT_S, release_output)
             run_within(_REPORT_S, kill_launcher_later)
             os._exit(watched.code)
 

@@ -141,7 +141,7 @@ def read_tagged_calls(value: str, pointer: str, builder: RowBuilder) -> tuple[st
 
 
 def read_tagged_results(value: str, pointer: str, builder: RowBuilder) -> list[tuple[str, str | None]]:
-    """Return the content and tool name of each result in a turn; none if it does not start with a tag."""
+    """Return the content and tool name of each result in a turn; none if it has no tag."""
     at = _skip_space(value, 0)
     results = []
     while value.startswith("<tool_response>", at):
@@ -154,8 +154,8 @@ def read_tagged_results(value: str, pointer: str, builder: RowBuilder) -> list[t
             body = body.removeprefix("\\n").removesuffix("\\n")
         results.append(_read_result(body.strip(_SPACE), builder))
         at = _skip_space(value, end + len("</tool_response>"))
-    if at < len(value):
-        raise RowError(pointer, "message_shape", f"text after the results: {value[at : at + 40]!r}")
+    if at < len(value) and "<tool_response>" in value:
+        raise RowError(pointer, "message_shape", f"text around the results: {value[at : at + 40]!r}")
     return results
 
 

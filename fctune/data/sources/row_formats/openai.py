@@ -21,6 +21,7 @@ from fctune.data.sources.row_reasoning import REASONING_KEYS, REASONING_ROLES, r
 _CALL_ROLES = ("tool_call", "function_call")
 # The loss weight of a message: OpenAI's, ms-swift's and axolotl's.
 _WEIGHT_KEYS = ("weight", "loss", "train", "training")
+_WRAPPER_KEYS = ("function", "id", "type", "index")
 _RESULT_ROLES = ("tool", "function", "tool_response", "tool_output", "observation")
 
 _READ_FIELDS = frozenset(
@@ -46,6 +47,8 @@ def read_openai(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
         messages = builder.decode(messages, key)
     if not isinstance(messages, list) or not messages:
         raise RowError(key, "message_shape", f"expected a list of messages, got {describe_value(messages)}")
+    if key == "messages" and row.get("conversations"):
+        builder.unread["conversations"] = row["conversations"]
     builder.set_row_tools(row)
     if builder.tools_pointer == "functions":
         builder.notes["legacy_function_call"] += 1
@@ -153,6 +156,7 @@ def _read_calls(message: dict[str, Any], pointer: str, builder: RowBuilder) -> t
         if call.get("type") not in (None, "function"):
             raise RowError(f"{at}.type", "call_shape", f"expected 'function', got {describe_value(call['type'])}")
         if "function" in call:
+            builder.note_unread(call, _WRAPPER_KEYS, at)
             at, function = f"{at}.function", call["function"]
         else:
             function = call

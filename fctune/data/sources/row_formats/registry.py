@@ -86,7 +86,9 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
     read = _READ_COLUMNS[name]
     if not read.issuperset(row) or builder.unread:
         columns = {column: value for column, value in row.items() if column not in read and not is_harmless(column)}
-        require_read(columns, builder.unread, parsed.conversation)
+        columns |= {name: value for name, value in builder.unread.items() if name in row}
+        keys = {name: value for name, value in builder.unread.items() if name not in row}
+        require_read(columns, keys, parsed.conversation)
     parsed.row_format, parsed.raw = name, row
     return parsed
 

@@ -149,8 +149,10 @@ def _compute(node: ast.expr) -> Any:
             return {_compute(item) for item in node.elts}
         case ast.Dict(keys=keys, values=values) if None not in keys:
             return {_compute(key): _compute(value) for key, value in zip(keys, values, strict=True) if key is not None}
-        case ast.Subscript() if not isinstance(node.slice, ast.Slice):
+        case ast.Subscript():
             return _compute(node.value)[_compute(node.slice)]
+        case ast.Slice():
+            return slice(*(None if part is None else _compute(part) for part in (node.lower, node.upper, node.step)))
         case ast.UnaryOp():
             return _SIGNS[type(node.op)](_compute(node.operand))
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATORS:
