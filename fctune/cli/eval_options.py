@@ -1,4 +1,4 @@
-"""``fctune eval``, ``compare``, ``validate``, ``throughput`` and ``parser-accuracy``: their options, without their imports.
+"""Options of ``fctune eval``, ``compare``, ``validate``, ``throughput`` and ``parser-accuracy``, without their imports.
 
 ``python -m eval.tool_calls`` and its siblings are these commands under another name. The modules that do the work
 import torch, so each is imported when its command runs; ``--help`` and wrong usage are answered without it.
