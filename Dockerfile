@@ -66,6 +66,8 @@ RUN --mount=type=bind,from=kernels,source=/wheels,target=/wheels \
   pip install $PIP_ARGS --constraint constraints.txt --find-links /wheels \
     --only-binary causal-conv1d,mamba-ssm --editable '.[hybrid]'
 
+# SkyPilot sets up its pods as their user with sudo: it installs and starts ssh, and setup.sh takes ownership of volumes.
+# No other target has sudo.
 # hadolint ignore=DL3006
 FROM $SOFTWARE AS sky
 USER 0

@@ -30,7 +30,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm test-serving test-monitoring faults bench configs \
-  bench-gpu real bench-startup test-gpu lint reference docs tiny-base link-recipes clean
+  bench-gpu real bench-startup test-gpu lint reference docs tiny-base link-recipes audit clean
 
 setup: $(READY)
 
@@ -146,7 +146,7 @@ faults: setup
 	$(BIN)/python -m tests.faults.harness --method $(METHOD) --num-kills $(N) --seed $(SEED)
 
 # Run every shipped config from its first step to its export, on models of their real depth with small random weights:
-# 15 minutes. ONLY="qwen3_8b_lora tiny_lora" runs some.
+# at most 15 minutes on two idle cores. ONLY="qwen3_8b_lora tiny_lora" runs some.
 configs: setup
 	$(BIN)/python -m benchmarks.run_configs $(ONLY)
 
@@ -177,6 +177,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# List known vulnerabilities of the installed packages; needs the network. Fails if there are any.
+audit: setup
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python $(PIP) 'pip-audit>=2.7,<3'
+	.venv-audit/bin/pip-audit --skip-editable --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
 # Write the generated pages of the documentation: every config key and every command.
 reference: setup
 	$(BIN)/python -m fctune.cli.reference docs/reference
@@ -196,4 +202,4 @@ tiny-base: setup
 	OMP_NUM_THREADS=2 $(BIN)/python -m fctune.assets.build --out fctune/assets/tiny_base --seed 0
 
 clean:
-	rm -rf $(VENV) $(SKY) $(DOCS) build site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(SKY) $(DOCS) .venv-audit build site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,6 +1,6 @@
 """Run every shipped config from its first step to its export, on a model of its real depth with small random weights.
 
-    python -m benchmarks.run_configs [NAME ...] [--results FILE]
+    python -m benchmarks.run_configs [NAME or FILE ...] [--results FILE] [--cold]
 
 Each training config runs through ``fctune train``: with its model's own layers and chat template
 (``benchmarks/deep_models.py``), rows in the shape of the data sets that it names, and compiled if it says so. The run
@@ -8,19 +8,22 @@ is stopped after its first step and resumed; it validates, evaluates, saves and 
 export. Only sizes change: see ``override``. A config that ships uncompiled runs once more compiled, if no other config
 compiles that family. The acceptance configs run through their own recipe.
 
-Prints a table, also on failure, and writes a row per config to ``benchmarks/results/configs.json``. Exits with 1 if a
-config fails. ``make configs`` runs it.
+The processes of a run are forks of one that has imported the libraries (``benchmarks/warm_python.py``); ``--cold``
+starts new ones. Prints a table, also on failure, and writes ``benchmarks/results/configs.json``, whose rows are all of
+one version of this runner. Exits with 1 if a config fails. ``make configs`` runs it.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -29,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -42,6 +45,7 @@ import yaml
 from benchmarks.deep_models import FAMILIES, describe_layers, place_model
 from benchmarks.model_zoo import shrink
 from benchmarks.training import describe_machine
+from benchmarks.warm_python import WarmPython
 from fctune.acceptance.config import AcceptanceConfig
 from fctune.config.loading import compose_config, load_config
 from fctune.config.schema import RunConfig
@@ -59,10 +63,10 @@ ROWS = ROOT / "tests" / "configs" / "rows"  # written for this; in the shape of 
 SHIPPED_TEMPLATE = "hermes"  # for a model whose own chat template no installed package has
 
 SEQ_LEN = 1024
-SYNTHETIC_ROWS = 300
-STEPS = 5
+SYNTHETIC_ROWS = 200
+STEPS = 4  # one until the stop, and three of one process, of which the last two add no graph
 COMPILED_STEPS = 3  # of the second run of a config that ships uncompiled
-LIMIT_S = 600
+LIMIT_S = 300  # of a config
 MIN_USED = 0.95  # share of the rows, of which two are defective
 
 # Sources by the data set that a config names; anything else that is not synthetic fails.
@@ -82,6 +86,21 @@ INDUCTOR = {
     "gemma3_270m_full": "Gemma",
 }
 
+
+# Configs that take the most time.
+LONGEST = ("qwen2_5_72b_full", "qwen3_5_4b_lora", "gemma4_e4b_lora", "llama3_1_8b_grpo", "qwen3_30b_a3b_lora")
+# What all runs import.
+WARM_MODULES = (
+    *("fctune.cli", "fctune.launch.local_launcher", "torch.distributed.launcher.api", "fctune.training.entry"),
+    *(
+        "fctune.training.adapters",
+        "fctune.training.preference",
+        "fctune.training.reinforcement",
+        "fctune.models.export",
+    ),
+    *("fctune.models.transformers.modules", "fctune.models.transformers.build", "fctune.models.torchtune.build"),
+    *("torchtune.recipe_interfaces", "torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx"),
+)
 
 # What an acceptance run for GPUs checks on a CPU, in small sizes.
 ON_CPU = [
@@ -117,7 +136,7 @@ class Row:
     layers: str = ""
     template: str = ""
     compiled: str = "no"
-    graphs: list[int] = field(default_factory=list)  # after each step
+    graphs: list[int] = field(default_factory=list)  # after each step of a process that compiles
     rows_read: int = 0
     rows_used: int = 0
     conversations_per_pack: float = 0.0
@@ -125,10 +144,18 @@ class Row:
     steps: int = 0
     done: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    cpu_s: float = 0.0  # of the processes of the run and of its checks
     failure: str = ""
     date: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What the rows of one file have in common."""
+
+    runner: str  # digest of the files that decide what is run of a config
+    versions: dict[str, str]
 
 
 _models = threading.Lock()  # transformers sets defaults of the process while it builds a model
@@ -156,9 +183,9 @@ def override(name: str, config: RunConfig, output_dir: Path) -> list[str]:
     values: dict[str, Any] = {
         "output_dir": output_dir,
         "data.seq_len": min(config.data.seq_len, SEQ_LEN if is_supervised(config) else 2 * SEQ_LEN),
-        "micro_batch_size": min(config.micro_batch_size, 2),
+        "micro_batch_size": 1,
         "max_steps": STEPS,
-        "checkpoint.every": 2,
+        "checkpoint.every": 3,
         "telemetry.prometheus.port": "null",  # two runs at a time
     }
     if config.validation.every and config.grpo is None:
@@ -166,9 +193,9 @@ def override(name: str, config: RunConfig, output_dir: Path) -> list[str]:
     for index, source in enumerate(config.data.sources):
         values[f"data.sources.{index}.path"] = find_rows(source.path)
     if config.grpo is None:
-        values["global_batch_size"] = 2 * PROCESSES.get(name, 1)
+        values["global_batch_size"] = PROCESSES.get(name, 1)
     else:
-        values |= {"grpo.prompts_per_step": 4, "grpo.group_size": 2, "grpo.max_new_tokens": 16}
+        values |= {"grpo.prompts_per_step": 2, "grpo.group_size": 2, "grpo.max_new_tokens": 8}
         values["grpo.cases"] = re.sub(r":(\d+)", ":64", config.grpo.cases, count=1)
         # Random weights end no answer and are never right, so chance rewards all of them where it can.
         values["grpo.mask_cut"] = "false"
@@ -179,7 +206,9 @@ def override(name: str, config: RunConfig, output_dir: Path) -> list[str]:
         if config.grpo.engine == "server":
             values |= {"grpo.engine": "in_process", "grpo.server": "null", "grpo.max_staleness": 0}
     if config.eval.every:
-        values |= {"eval.max_cases": 4, "eval.max_new_tokens": 8, "eval.every": STEPS}
+        values |= {"eval.max_cases": 2, "eval.max_new_tokens": 4, "eval.every": STEPS}
+    if config.adapter is not None:
+        values |= {"adapter.rank": 4, "adapter.alpha": 8}
     if lacks_template(config):
         values["model.chat_template"] = SHIPPED_TEMPLATE
     return [f"{key}={value}" for key, value in values.items()]
@@ -215,17 +244,19 @@ def find_rows(path: str) -> str:
     return str(ROWS / DATASETS[dataset])
 
 
-@dataclass(frozen=True, slots=True)
 class Runner:
     """Starts commands in an environment with its own caches.
 
-    Attributes:
-        python: Interpreter of the set of versions under test.
+    Args:
         folder: Working directory.
+        limit_s: Seconds that a config may take.
+        is_cold: Start a new interpreter for each process.
     """
 
-    python: str
-    folder: Path
+    def __init__(self, folder: Path, limit_s: float = LIMIT_S, is_cold: bool = False):
+        self.folder, self.limit_s, self._is_cold = folder, limit_s, is_cold
+        self._warm = WarmPython(folder, WARM_MODULES, self.environment(None))
+        self._ends: dict[str, float] = {}
 
     def environment(self, backend: str | None) -> dict[str, str]:
         """Return the variables of a run."""
@@ -236,34 +267,81 @@ class Runner:
             "FCTUNE_CACHE": str(self.folder / "cache"),
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "COLUMNS": "200",
         }
         return kept | own | ({"TORCH_COMPILE_BACKEND": backend} if backend else {})
 
-    def train(self, name: str, overrides: Sequence[str], backend: str | None, log: Path, stops: bool = False) -> int:
+    def begin(self, row: Row) -> None:
+        """Start the time limit of a config."""
+        self._ends[row.config] = time.monotonic() + self.limit_s
+
+    def seconds_left(self, row: Row) -> float:
+        """Return the rest of a config's time limit."""
+        return self._ends[row.config] - time.monotonic()
+
+    def train(self, row: Row, path: Path, overrides: Sequence[str], backend: str | None, stops: bool = False) -> int:
         """Run ``fctune train``, and return its exit code; ``stops`` asks for a stop before the first step ends."""
-        command = [self.python, "-m", "fctune.cli", "train", name, "--nproc", str(PROCESSES.get(name, 1)), *overrides]
+        arguments = ["train", str(path), "--nproc", str(PROCESSES.get(row.config, 1)), *overrides]
         run = Path(next(o for o in overrides if o.startswith("output_dir=")).partition("=")[2])
-        with open(log, "a", encoding="utf-8") as out:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=self.environment(backend), stdout=out, stderr=subprocess.STDOUT,
-                start_new_session=True, preexec_fn=stop_with_parent(),
+        is_stopping = stops
+
+        def stop() -> None:
+            """Request a stop once the data is prepared; weights are loaded next."""
+            nonlocal is_stopping
+            if is_stopping and (run / "run.json").is_file() and '"num_steps"' in (run / "run.json").read_text():
+                (run / "stop").touch()
+                is_stopping = False
+
+        log, environment = self.log(row), self.environment(backend)
+        if self._is_cold:
+            return self.wait(
+                row, [self.start([sys.executable, "-m", "fctune.cli", *arguments], environment, log)], stop
+            )[0]
+        try:
+            code, row.cpu_s = self._warm.run(
+                "fctune.cli", arguments, row.config, environment, ROOT, log, self.seconds_left(row), stop
+            )
+        except TimeoutError:
+            raise self.too_slow(row) from None
+        return code
+
+    def log(self, row: Row) -> Path:
+        """Return the file with the output of a config's processes."""
+        return self.folder / f"{row.config}.log"
+
+    def too_slow(self, row: Row) -> ConfigFailure:
+        """Return the failure of a config that exceeds its time."""
+        return ConfigFailure(f"no end within the {self.limit_s:.0f} s of a config; see {self.log(row)}")
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a command in a session of its own, which ends with this process."""
+        with open(log, "ab") as out:
+            return subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=stop_with_parent(),
             )  # fmt: skip
-            try:
-                ends = time.monotonic() + LIMIT_S
-                while process.poll() is None and time.monotonic() < ends:
-                    # The data is prepared, and weights are loaded next.
-                    if stops and (run / "run.json").is_file() and '"num_steps"' in (run / "run.json").read_text():
-                        (run / "stop").touch()
-                        stops = False
-                    time.sleep(0.05)
-                check(process.poll() is not None, f"no end within {LIMIT_S} s; see {log}")
-                return int(process.returncode)
-            finally:
+
+    def wait(
+        self, row: Row, processes: Sequence[subprocess.Popen[bytes]], poll: Callable[[], None] = lambda: None
+    ) -> list[int]:
+        """Return the exit codes of processes; kills them at the time limit."""
+        try:
+            while any(process.poll() is None for process in processes):
+                if self.seconds_left(row) < 0:
+                    raise self.too_slow(row)
+                poll()
+                time.sleep(0.05)
+        finally:
+            for process in processes:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+        return [process.returncode for process in processes]
+
+    def close(self) -> None:
+        """End what is left."""
+        self._warm.close()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -287,6 +365,8 @@ def check(condition: object, message: str) -> None:
 def run_training(path: Path, runner: Runner, row: Row, compiles_again: bool) -> None:
     """Run a training config, and fill its row."""
     config = load_config(path)
+    run, log = runner.folder / "runs" / path.stem, runner.log(row)
+    overrides = override(path.stem, config, run)
     model_dir = ROOT / config.model.path
     if parse_name(config.model.path) is not None:
         with _models:
@@ -295,15 +375,12 @@ def run_training(path: Path, runner: Runner, row: Row, compiles_again: bool) -> 
     row.template = describe_template(config)
     backend = "inductor" if path.stem in INDUCTOR else "aot_eager"
     row.compiled = backend if config.compile else "no"
-    run, log = runner.folder / "runs" / path.stem, runner.folder / f"{path.stem}.log"
-    overrides = override(path.stem, config, run)
-
-    lines = train_in_two_parts(path.stem, runner, row, overrides, backend if config.compile else None, log)
+    lines = train_in_two_parts(path, runner, row, overrides, backend if config.compile else None)
     check_metrics(config, lines)
     row.done += [what for what in ("validation", "evaluation") if any(key_of(what) in line for line in lines)]
     if config.compile:
-        row.graphs = [line["compiled_graphs"] for line in lines]
-        check_graphs(row.graphs[row.resumed_after :], config.grpo is not None)
+        row.graphs = [line["compiled_graphs"] for line in lines[row.resumed_after :]]
+        check_graphs(row.graphs, config.grpo is not None)
     prepared = None
     if config.grpo is None:
         record = json.loads((run / "run.json").read_text(encoding="utf-8"))
@@ -317,7 +394,7 @@ def run_training(path: Path, runner: Runner, row: Row, compiles_again: bool) -> 
         run = run.with_name(f"{path.stem}_compiled")
         again = [o for o in overrides if not o.startswith(("output_dir=", "max_steps=", "eval."))]
         again += [f"output_dir={run}", f"max_steps={COMPILED_STEPS}", "eval.every=0", "compile=true"]
-        code = runner.train(path.stem, again, backend, log)
+        code = runner.train(row, path, again, backend)
         check(code == 0, f"with compile=true: exit code {code}: {explain(run, log)}")
         row.graphs = [line["compiled_graphs"] for line in read_lines(run / "metrics.jsonl")]
         check_graphs(row.graphs, config.grpo is not None)
@@ -335,15 +412,18 @@ def describe_template(config: RunConfig) -> str:
 
 
 def train_in_two_parts(
-    name: str, runner: Runner, row: Row, overrides: Sequence[str], backend: str | None, log: Path
+    path: Path, runner: Runner, row: Row, overrides: Sequence[str], backend: str | None
 ) -> list[dict[str, Any]]:
-    """Train, stop after the first step, resume to the end, and return the metrics of all steps."""
-    run = runner.folder / "runs" / name
-    code = runner.train(name, overrides, backend, log, stops=True)
+    """Train, stop after the first step, resume to the end, and return the metrics of all steps.
+
+    The first step is not compiled, because the resumed run compiles the same blocks.
+    """
+    run, log = runner.folder / "runs" / row.config, runner.log(row)
+    code = runner.train(row, path, [*overrides, "compile=false"], backend, stops=True)
     check(code == STOPPED, f"run to be stopped: exit code {code}, expected {STOPPED}: {explain(run, log)}")
     row.steps = len(read_lines(run / "metrics.jsonl"))
     row.done += ["train", "stop"]
-    code = runner.train(name, overrides, backend, log)
+    code = runner.train(row, path, overrides, backend)
     check(code == 0, f"resumed run: exit code {code}: {explain(run, log)}")
     resumed = json.loads((run / "run.json").read_text(encoding="utf-8"))["resumed"][0]["step"]
     check(resumed == row.steps, f"resumed after step {resumed}, stopped after {row.steps}")
@@ -425,11 +505,12 @@ def check_export(
 
 
 def load(path: Path) -> Any:
-    """Load a model with transformers, in float32."""
+    """Load a model in float32 with the class that PEFT's users load it with, for which adapters are written."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TEXT_MODELS
 
-    has_parts = "text_config" in AutoConfig.from_pretrained(path).to_dict()
-    kind = AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
+    has_text_class = AutoConfig.from_pretrained(path).model_type in TEXT_MODELS
+    kind = AutoModelForCausalLM if has_text_class else AutoModelForImageTextToText
     return kind.from_pretrained(path, dtype=torch.float32).eval()
 
 
@@ -450,7 +531,8 @@ def measure_loss(model: Any, prepared: PreparedSet) -> float:
 def run_one(path: Path, runner: Runner, compiles_again: bool) -> Row:
     """Run a config, and return its row; never raises."""
     row = Row(config=path.stem, digest="")
-    started = time.monotonic()
+    runner.begin(row)
+    started, own_cpu = time.monotonic(), time.thread_time()
     try:
         row.digest = digest_config(path)
         if path.stem.startswith("acceptance"):
@@ -462,6 +544,7 @@ def run_one(path: Path, runner: Runner, compiles_again: bool) -> Row:
     except Exception as error:  # a library's, on loading what was exported
         row.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
     row.seconds = round(time.monotonic() - started, 1)
+    row.cpu_s = round(row.cpu_s + time.thread_time() - own_cpu, 1)
     if not row.failure:
         for run in (runner.folder / "runs").glob(f"{path.stem}*"):
             shutil.rmtree(run)
@@ -474,7 +557,7 @@ def run_acceptance(path: Path, runner: Runner, row: Row) -> None:
     Speeds are measured but not judged, as other processes share the cores; everything else is.
     """
     raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    out, nodes, log = runner.folder / "runs" / path.stem, raw.get("nodes", 1), runner.folder / f"{path.stem}.log"
+    out, nodes, log = runner.folder / "runs" / path.stem, raw.get("nodes", 1), runner.log(row)
     values: dict[str, Any] = {"thresholds": {}, "distinct_hosts": "false"}
     for disk in ("shared", "node", "network"):
         if f"{disk}_dir" in raw["storage"]:
@@ -493,37 +576,18 @@ def run_acceptance(path: Path, runner: Runner, row: Row) -> None:
     ]
     environment = runner.environment(None)
     if nodes == 1:
-        command = [
-            str(Path(runner.python).with_name("tune")),
-            "run",
-            "--nproc_per_node",
-            "2",
-            "recipes/cluster_acceptance",
-        ]
-        commands = [(*command, "--config", str(path), f"output_dir={out}", *overrides)]
+        tune = str(Path(sys.executable).with_name("tune"))
+        command = [tune, "run", "--nproc_per_node", "2", "recipes/cluster_acceptance", "--config", str(path)]
+        processes = [runner.start([*command, f"output_dir={out}", *overrides], environment, log)]
     else:
-        commands = [("sky/acceptance_node.sh", str(path), str(out), *overrides)] * nodes
-        environment |= {"NUM_NODES": str(nodes), "DEVICES": "1", "PYTHON": runner.python}
+        command = ["sky/acceptance_node.sh", str(path), str(out), *overrides]
+        environment |= {"NUM_NODES": str(nodes), "DEVICES": "1", "PYTHON": sys.executable}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
-    with open(log, "w", encoding="utf-8") as file:
-        processes = [
-            subprocess.Popen(
-                command, cwd=ROOT, env={**environment, "NODE_RANK": str(node)}, stdout=file, stderr=subprocess.STDOUT,
-                start_new_session=True, preexec_fn=stop_with_parent(),
-            )
-            for node, command in enumerate(commands)
-        ]  # fmt: skip
-        try:
-            for process in processes:
-                process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise ConfigFailure(f"no end within {LIMIT_S} s; see {log}") from None
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-    codes = [process.returncode for process in processes]
+        processes = [runner.start(command, environment | {"NODE_RANK": str(node)}, log) for node in range(nodes)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    codes = runner.wait(row, processes)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    row.cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     written = out / "acceptance.json"
     check(written.is_file(), f"exit codes {codes}: {explain(out, log)}")
     result = json.loads(written.read_text(encoding="utf-8"))
@@ -549,64 +613,81 @@ def needs_compiling(paths: Sequence[Path]) -> set[str]:
     return {name for name in kinds.values() if name is not None}
 
 
-def read_versions(python: str) -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the versions of the packages under test."""
-    code = "import importlib.metadata as m, json; print(json.dumps({n: m.version(n) for n in %r}))"
-    names = ["torch", "torchtune", "torchao", "transformers", "peft", "trl"]
-    done = subprocess.run([python, "-c", code % names], capture_output=True, text=True, check=True)
-    versions: dict[str, str] = json.loads(done.stdout)
-    return versions | {"python": platform.python_version()}
+    names = ("torch", "torchtune", "torchao", "transformers", "peft", "trl")
+    return {name: importlib.metadata.version(name) for name in names} | {"python": platform.python_version()}
+
+
+def digest_runner() -> str:
+    """Return a digest of the files that decide what is run of a config."""
+    files = [Path(__file__), *(Path(__file__).with_name(f"{name}.py") for name in ("deep_models", "warm_python"))]
+    digest = hashlib.blake2b(digest_size=8)
+    for path in [*files, *sorted(ROWS.glob("*.jsonl"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def render(rows: Iterable[Row]) -> str:
     """Return the table of all rows."""
-    heads = ("config", "layers", "compiled", "graphs", "rows used", "template", "seconds", "result")
+    heads = ("config", "layers", "compiled", "graphs", "rows used", "template", "seconds", "of CPU", "result")
     cells = [heads]
     for row in rows:
         share = f"{row.rows_used} of {row.rows_read} ({row.rows_used / row.rows_read:.0%})" if row.rows_read else "-"
         graphs = str(max(row.graphs)) if row.graphs else "-"
         result = "FAILED" if row.failure else "ok"
-        cells.append((row.config, row.layers, row.compiled, graphs, share, row.template, f"{row.seconds:.0f}", result))
+        times = (f"{row.seconds:.0f}", f"{row.cpu_s:.0f}")
+        cells.append((row.config, row.layers, row.compiled, graphs, share, row.template, *times, result))
     widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run configs, print the table, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="configs to run; default: all")
+    parser.add_argument("configs", nargs="*", help="names of shipped configs, or files; default: all shipped ones")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file to update")
     parser.add_argument("--folder", type=Path, help="working directory, kept; default: a temporary one")
     parser.add_argument("--workers", type=int, default=2, help="configs at a time, on a core each")
-    arguments = parser.parse_args()
-    paths = list_shipped_configs()
-    if unknown := sorted(set(arguments.names) - {path.stem for path in paths}):
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="for each config")
+    parser.add_argument("--cold", action="store_true", help="start a new interpreter for each process of a run")
+    arguments = parser.parse_args(argv)
+    shipped = list_shipped_configs()
+    known = {path.stem: path for path in shipped}
+    chosen = [known.get(name, Path(name).absolute()) for name in arguments.configs] or shipped
+    if unknown := [str(path) for path in chosen if not path.is_file()]:
         parser.error(f"no such config: {', '.join(unknown)}")
-    chosen = [path for path in paths if not arguments.names or path.stem in arguments.names]
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="fctune-configs-"))
     folder.mkdir(parents=True, exist_ok=True)
-    runner, again = Runner(sys.executable, folder), needs_compiling(paths)
-    versions, date = read_versions(sys.executable), datetime.now(UTC).date().isoformat()
-    started = time.monotonic()
+    runner, again = Runner(folder, arguments.limit, arguments.cold), needs_compiling(shipped)
+    stack, date = Stack(digest_runner(), read_versions()), datetime.now(UTC).date().isoformat()
+    started, own = time.monotonic(), os.times()
     rows = []
     torch.set_num_threads(1)
-    with ThreadPoolExecutor(arguments.workers) as pool:
-        for done in as_completed([pool.submit(run_one, path, runner, path.stem in again) for path in chosen]):
-            row = done.result()
-            row.versions, row.date, row.machine = versions, date, describe_machine()
-            rows.append(row)
-            write_results(arguments.results, rows)
-            print(f"{row.config}: {row.failure or 'ok'} ({row.seconds:.0f} s)", flush=True)
+    # The longest first, so that no core waits for the other at the end.
+    chosen.sort(key=lambda path: LONGEST.index(path.stem) if path.stem in LONGEST else len(LONGEST))
+    try:
+        with ThreadPoolExecutor(arguments.workers) as pool:
+            for done in as_completed([pool.submit(run_one, path, runner, path.stem in again) for path in chosen]):
+                row = done.result()
+                row.date, row.machine = date, describe_machine()
+                rows.append(row)
+                write_results(arguments.results, stack, rows)
+                print(f"{row.config}: {row.failure or 'ok'} ({row.seconds:.0f} s, {row.cpu_s:.0f} of CPU)", flush=True)
+    finally:
+        runner.close()
     rows.sort(key=lambda row: row.config)
     failed = [row for row in rows if row.failure]
+    seconds, cpu_s = time.monotonic() - started, sum(os.times()[:4]) - sum(own[:4])
     print(f"\n{render(rows)}\n")
     for row in failed:
         print(f"{row.config}: {row.failure}\n")
-    taken = time.monotonic() - started
-    stack = f"torch {versions['torch']} and transformers {versions['transformers']}"
-    print(f"{len(rows) - len(failed)} of {len(rows)} configs ran in {taken:.0f} s with {stack}")
+    print(
+        f"{len(rows) - len(failed)} of {len(rows)} configs ran in {seconds:.0f} s ({cpu_s:.0f} s of CPU) "
+        f"with torch {stack.versions['torch']} and transformers {stack.versions['transformers']}"
+    )
     if failed:
         print(f"outputs: {folder}")
     elif arguments.folder is None:
@@ -614,13 +695,18 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def write_results(path: Path, rows: Sequence[Row]) -> None:
-    """Replace the rows of the configs that ran."""
-    known = {row["config"]: row for row in json.loads(path.read_text(encoding="utf-8"))} if path.is_file() else {}
-    known |= {row.config: asdict(row) for row in rows}
+def write_results(path: Path, stack: Stack, rows: Sequence[Row]) -> None:
+    """Write rows of shipped configs, and keep those of other configs that the same runner and versions made."""
     shipped = {config.stem for config in list_shipped_configs()}
+    known: dict[str, Any] = {}
+    if path.is_file():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if {key: content[key] for key in asdict(stack)} == asdict(stack):
+            known = {row["config"]: row for row in content["rows"]}
+    known |= {row.config: asdict(row) for row in rows}
     kept = [known[config] for config in sorted(known.keys() & shipped)]
-    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(asdict(stack) | {"rows": kept}, indent=1, ensure_ascii=False)
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

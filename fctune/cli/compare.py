@@ -77,7 +77,11 @@ def _write_html(arguments: argparse.Namespace) -> None:
     from fctune.runs.results import pair_results
 
     accuracy = pair_results(arguments.after, arguments.before)
-    page = Page(f"Comparison: {Path(arguments.before).name} and {Path(arguments.after).name}")
+    before, after = Path(arguments.before), Path(arguments.after)
+    names = [before.name, after.name]
+    if before.name == after.name:  # results of one suite are told apart by the model that their directory names
+        names = [path.resolve().parent.name for path in (before, after)]
+    page = Page(f"Comparison: {' and '.join(names)}")
     add_accuracy(page, accuracy)
     footer = f"fctune compare {arguments.before} {arguments.after}"
     write_file(arguments.html, "--html", lambda: page.write(arguments.html, footer))

@@ -28,14 +28,14 @@ class _Loader(yaml.SafeLoader):
         self._extents: dict[int, tuple[int, int]] = {}  # characters and height of each complete node
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         self._num_nodes += 1
         if self._num_nodes > _MAX_NODES:
             self._refuse(f"more than {_MAX_NODES:,} values", event)
         if self._depth >= _MAX_DEPTH:
             self._refuse(f"nested deeper than {_MAX_DEPTH} levels", event)
         self._depth += 1
-        node = super().compose_node(parent, index)
+        node: Any = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             if id(node) not in self._extents:
@@ -75,9 +75,10 @@ _CONSTRUCTORS: dict[str, Any] = {
 }
 for _tag in _CONSTRUCTORS:
     _Loader.add_constructor(_tag, _Loader.construct_number)
+_safe: Any = yaml.SafeLoader
 for _tag in ("binary", "omap", "pairs", "set"):  # no key takes them, and no record can hold them
-    _Loader.add_constructor(f"{_PREFIX}{_tag}", yaml.SafeLoader.construct_undefined)
-_Loader.add_constructor(f"{_PREFIX}timestamp", yaml.SafeLoader.construct_yaml_str)
+    _Loader.add_constructor(f"{_PREFIX}{_tag}", _safe.construct_undefined)
+_Loader.add_constructor(f"{_PREFIX}timestamp", _safe.construct_yaml_str)
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_PREFIX}timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

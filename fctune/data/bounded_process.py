@@ -159,7 +159,7 @@ class _ForkServer:
         with there:
             self._process = subprocess.Popen(  # in a session of its own: Ctrl-C and Ctrl-Z are for this process
                 [sys.executable, "-P", "-c", code],
-                stdin=there,
+                stdin=there.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # threads that are never used, and are not forked
                 start_new_session=True,

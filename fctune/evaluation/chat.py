@@ -18,7 +18,7 @@ from fctune.data.conversation import Call, Conversation, Message, Tool, to_encod
 from fctune.errors import DataError
 from fctune.evaluation.judging import read_answer
 from fctune.generation.engine import Engine
-from fctune.launcher_watch import stop_with_parent
+from fctune.launcher_watch import stop_with_parent, user_environment
 
 _MAX_RESULT_BYTES = 64 * 1024
 _MAX_PIPE_BYTES = 1024 * 1024  # what a pipe may hold (/proc/sys/fs/pipe-max-size)
@@ -153,6 +153,7 @@ def run_tool(command: Sequence[str], arguments: Mapping[str, Any], timeout_s: fl
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env=user_environment(),
             start_new_session=True,
             preexec_fn=stop_with_parent(),
         )

@@ -63,6 +63,9 @@ def server_options(
         raise ConfigError(f"{files.model_dir}: holds no weights. Download the complete model, or export the run again.")
     options = ["--model", str(files.model_dir)]
     served = name or Path(model).resolve().name
+    for value in (served, str(files.model_dir)):
+        if value.startswith("-"):
+            raise ConfigError(f"{value}: vLLM would read it as an option; pass a --name, and an absolute PATH.")
     if adapter_rank is None:
         chat_options = _chat_options(files.tokenizer_dir, template_args)
         names = adapter_options(files, served) if files.adapter_dir else ["--served-model-name", served]

@@ -192,7 +192,7 @@ def _add_comparison(
             cells.append(f"{total['rate']:.1%} ({total['low']:.1%} - {total['high']:.1%})" if total else "")
         rows.append([f"tool-call accuracy, {suite}", *cells])
     columns = [("", False), *((name, False) for name in names)]
-    page.add_section("Comparison", f'<div class="side">{make_table(columns, rows, is_stacked=True)}</div>')
+    page.add_section("Comparison", f'<div class="side">{make_table(columns, rows, is_stacked=len(records) > 2)}</div>')
     differences = find_differences([record.config for record in records])
     columns = [("Key", False), *((name, False) for name in names)]
     partial = {key for key, values in differences.items() if ABSENT in values}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +33,11 @@ class EarlyStopConfig:
     """First step at which runs are compared; the next is `factor` times as far, and so on."""
     factor: Annotated[float, Range(gt=1)] = 2.0
     """At each comparison, the best 1/`factor` of the runs that reached it continue."""
+
+
+# Neither can be an option of ssh or rsync, and no shell finds anything to replace in them.
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
+_REMOTE_DIR = re.compile(r"[/~][A-Za-z0-9./_~+@%=,-]*")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,6 +71,17 @@ class LauncherConfig:
             value = getattr(self, spec.name)
             if spec.name not in ("kind", "poll_s", *used[self.kind]) and value != default:
                 problems.append(f"{where}.{spec.name}={value}: not used with {where}.kind={self.kind}; remove it")
+        if isinstance(self.host, str) and not _HOST.fullmatch(self.host):
+            problems.append(f"{where}.host={self.host}: not a host; expected e.g. desk, or user@desk.example.org")
+        if isinstance(self.remote_dir, str) and not _REMOTE_DIR.fullmatch(self.remote_dir):
+            problems.append(
+                f"{where}.remote_dir={self.remote_dir}: is read by a shell of the host; expected a directory of "
+                "letters, digits and ./_~+@%=,- only, that starts with / or ~"
+            )
+        for name in ("script", "task"):
+            if str(getattr(self, name)).startswith("-"):
+                value = getattr(self, name)
+                problems.append(f"{where}.{name}={value}: would be read as an option; write ./{value}")
         if (self.host is None) != (self.remote_dir is None):
             problems.append(f"{where}: host and remote_dir go together; give both or neither")
 

@@ -56,10 +56,14 @@ def test_a_node_that_never_starts_is_blamed_by_the_one_that_did(tmp_path: Path) 
     assert (tmp_path / "out" / "acceptance.html").is_file()
 
 
-def test_the_script_prints_its_usage_and_exits_with_2_for_an_invalid_config(tmp_path: Path) -> None:
+def test_the_script_prints_its_usage() -> None:
     done = subprocess.run([str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode
     assert "usage: NUM_NODES=N" in done.stderr
+
+
+@pytest.mark.slow  # the recipe's own exit code is tested without the script, too
+def test_the_script_exits_with_2_for_an_invalid_config(tmp_path: Path) -> None:
     node = start_node(tmp_path, 1, find_port(), "compute.sizze=1")
     node.communicate(timeout=60)
     assert node.returncode == 2

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.deep_models import place_model
 from benchmarks.run_configs import (
+    RESULTS,
     ConfigFailure,
+    Stack,
     check_graphs,
     digest_config,
     find_rows,
+    main,
+    write_results,
 )
+from benchmarks.run_configs import Row as ConfigRow
+from benchmarks.warm_python import WarmPython
 from fctune.config.loading import load_config
 from fctune.config.shipped import list_shipped_configs
 from fctune.data.sources import read_source
@@ -70,3 +81,86 @@ def test_a_model_keeps_the_depth_and_kinds_of_its_config(tmp_path: Path) -> None
 def test_all_rows_are_read_but_one_with_a_published_defect(path: Path) -> None:
     defects = [item for item in read_source(str(path)) if not hasattr(item, "messages")]
     assert len(defects) == (0 if "singleturn" in path.stem else 1)
+
+
+def test_every_shipped_config_ran_as_it_is_shipped() -> None:
+    rows = {row["config"]: row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]}
+    outdated = [name for name, path in CONFIGS.items() if rows.get(name, {}).get("digest") != digest_config(path)]
+    assert outdated == [], f"run: make configs ONLY='{' '.join(outdated)}'"
+    assert {name: row["failure"] for name, row in rows.items() if row["failure"]} == {}
+    assert rows.keys() == CONFIGS.keys()
+
+
+def test_rows_of_another_runner_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "configs.json"
+    for runner, name in (("a", "tiny_lora"), ("a", "tiny_full"), ("b", "tiny_dpo")):
+        write_results(path, Stack(runner, {"torch": "2"}), [ConfigRow(config=name, digest="")])
+        kept = [row["config"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+        assert (
+            kept
+            == {"tiny_lora": ["tiny_lora"], "tiny_full": ["tiny_full", "tiny_lora"], "tiny_dpo": ["tiny_dpo"]}[name]
+        )
+
+
+def test_a_config_that_cannot_run_fails_the_command_after_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken_lora.yaml"
+    broken.write_text(
+        (ROOT / "configs" / "tiny_lora.yaml").read_text().replace("path: synthetic:train:", "path: hf:a/b #")
+    )
+    assert main([str(broken), "--results", str(tmp_path / "results.json"), "--folder", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "broken_lora: no rows in the shape of a/b" in out
+    assert out.index("of CPU  result") < out.index("FAILED") < out.index("0 of 1 configs ran")
+
+
+@pytest.mark.slow  # make test-slow
+def test_blocks_that_are_each_compiled_again_fail_the_command(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from fctune.models import forward_override as module\nmodule._derive = module._derive.__wrapped__\n"
+    )
+    command = [sys.executable, "-m", "benchmarks.run_configs", "qwen3_4b_lora", "--results", str(tmp_path / "results")]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "qwen3_4b_lora: resumed run: exit code 1: " in done.stdout
+    assert "recompile" in done.stdout
+
+
+# Reports what it sees, and starts itself once more by its interpreter.
+PROBE = """
+import json, os, subprocess, sys, time
+if sys.argv[1] == "sleep":
+    time.sleep(60)
+print(json.dumps([__name__, sys.argv[1:], os.environ["GIVEN"], os.getcwd(), "fractions" in sys.modules]), flush=True)
+if sys.argv[1] == "parent":
+    sys.exit(subprocess.run([sys.executable, "-P", "-u", "-m", "warm_probe", "child"]).returncode)
+os._exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmPython]:
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path is at most 108 bytes
+        Path(folder, "warm_probe.py").write_text(PROBE)
+        path = os.pathsep.join((str(ROOT), folder))
+        python = WarmPython(Path(folder), ["fractions"], {**os.environ, "PYTHONPATH": path})
+        yield python
+        python.close()
+
+
+def test_a_warm_command_sees_what_a_new_interpreter_would_and_so_do_its_children(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    code, cpu_s = warm.run("warm_probe", ["parent"], "probe", {**os.environ, "GIVEN": "yes"}, tmp_path, log, 60.0)
+    assert code == 7, log.read_text()
+    assert cpu_s > 0
+    seen = [json.loads(line) for line in log.read_text().splitlines()]
+    assert seen == [["__main__", [role], "yes", str(tmp_path), True] for role in ("parent", "child")]
+
+
+def test_a_warm_command_is_killed_at_its_limit(warm: WarmPython, tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError):
+        warm.run("warm_probe", ["sleep"], "slow", dict(os.environ), tmp_path, tmp_path / "log", 0.5)

@@ -2,13 +2,15 @@
 
 A section with such numbers has a comment ``<!-- numbers: PATH, PATH -->``, a generated page one for all its sections,
 ``<!-- numbers of this page: PATH -->``: result files, tests, for limits and defaults the code or config that sets them,
-and for facts about others their address. In the README, each number of a table must also be in one of its files.
+and for facts about others their address. Where all sources are result files, each number of a table must be in one of
+them, or follow from its values; in the README, also each quantity in the text.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ _UNITS = (
 )
 _QUANTITY = re.compile(rf"(?<![\w.@/-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?[ -]?(?:{_UNITS})(?!\w)")
 _CELL = re.compile(rf"[<>~+-]?\s*\d[\d,.e-]*\s*(?:{_UNITS})?(?:\s*\([^)]*\))?")
-_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)")
+_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\d)")
 _SOURCES = re.compile(r"<!-- numbers:\s+(.+?) -->", re.DOTALL)
 _PAGE_SOURCES = re.compile(r"<!-- numbers of this page:\s+(.+?) -->", re.DOTALL)
 _HOMES = ("benchmarks/results/", "tests/", "fctune/", "configs/", "sky/", "infra/", "Makefile")
@@ -108,23 +110,66 @@ def iter_leaves(value: Any) -> Iterator[float]:
             yield from iter_leaves(inner)
 
 
+def iter_derived(value: Any) -> Iterator[float]:
+    """Yield what a page computes from a JSON value: shares and differences of one object's numbers, lists' medians."""
+    if isinstance(value, dict):
+        numbers = [v for v in value.values() if isinstance(v, int | float) and not isinstance(v, bool)]
+        yield from (a / b for a in numbers for b in numbers if 0 <= a <= b and b)
+        yield from (a - b for a in numbers for b in numbers)
+        for inner in value.values():
+            yield from iter_derived(inner)
+    elif isinstance(value, list):
+        keys = value[0] if value and all(isinstance(item, dict) for item in value) else ()
+        for column in (value, *([item.get(key) for item in value] for key in keys)):
+            numbers = [v for v in column if isinstance(v, int | float) and not isinstance(v, bool)]
+            yield from (statistics.median(numbers), statistics.fmean(numbers), sum(numbers)) if numbers else ()
+        for inner in value:
+            yield from iter_derived(inner)
+
+
+def read_leaves(section: Section) -> set[float]:
+    """Return the numbers that a section's result files hold, and what follows from them."""
+    values = [
+        json.loads((ROOT / path).read_text(encoding="utf-8")) for path in section.sources if path.endswith(".json")
+    ]
+    return {leaf for value in values for leaf in (*iter_leaves(value), *iter_derived(value))}
+
+
 def find_unknown(numbers: list[str], leaves: set[float]) -> list[str]:
-    """Return the numbers that no leaf rounds to at their number of digits, also not as a percentage of one."""
+    """Return the numbers that no leaf rounds to at their number of digits, nor as a percentage or in minutes."""
     unknown = []
+    found: dict[str, set[str]] = {}
     for text in numbers:
-        digits = len(text.partition(".")[2])
-        rounded = {f"{scale * leaf:.{digits}f}" for leaf in leaves for scale in (1, 100)}
-        if text.replace(",", "") not in rounded:
+        mantissa, _, exponent = text.replace(",", "").partition("e")
+        form = f".{len(mantissa.partition('.')[2])}{'e' if exponent else 'f'}"
+        if form not in found:
+            found[form] = {f"{abs(scale * leaf):{form}}" for leaf in leaves for scale in (1, 100, 1 / 60)}
+        if f"{float(text.replace(',', '')):{form}}" not in found[form]:
             unknown.append(text)
     return unknown
 
 
-def test_the_numbers_in_the_tables_of_the_readme_are_in_their_files() -> None:
+MEASURED = [
+    section
+    for section in SECTIONS
+    if section.sources and all(path.startswith("benchmarks/results/") for path in section.sources)
+]
+
+
+def test_the_numbers_in_tables_are_in_the_result_files_that_they_name() -> None:
+    assert len(MEASURED) >= 20
+    wrong = {
+        f"{section.page}: {section.title}": unknown
+        for section in MEASURED
+        if (unknown := find_unknown(read_cells(section.text), read_leaves(section)))
+    }
+    assert not wrong
+
+
+def test_the_quantities_in_the_readme_are_in_its_result_files() -> None:
     for section in split_sections(ROOT / "README.md"):
-        cells = read_cells(section.text)
-        files = [ROOT / path for path in section.sources if path.endswith(".json")]
-        leaves = {leaf for file in files for leaf in iter_leaves(json.loads(file.read_text(encoding="utf-8")))}
-        assert not find_unknown(cells, leaves), f"{section.title}: not in {', '.join(section.sources)}"
+        numbers = [number for quantity in section.quantities for number in _NUMBER.findall(quantity)]
+        assert not find_unknown(numbers, read_leaves(section)), f"{section.title}: not in {', '.join(section.sources)}"
 
 
 def test_a_number_that_no_file_has_is_found() -> None:

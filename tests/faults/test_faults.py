@@ -100,8 +100,12 @@ def test_a_data_cursor_that_is_off_by_one_is_detected(
 @pytest.mark.parametrize(
     ("phase", "count"),
     [
-        *(("step", 6), ("write", 3), ("publish", 3), ("prune", 1)),
-        *(pytest.param(*when, marks=pytest.mark.slow) for when in (("update", 7), ("stage", 3))),
+        ("write", 3),
+        ("prune", 1),
+        *(
+            pytest.param(*when, marks=pytest.mark.slow)
+            for when in (("step", 6), ("update", 7), ("stage", 3), ("publish", 3))
+        ),
     ],
 )
 def test_a_killed_and_resumed_run_is_bit_identical_to_an_uninterrupted_one(
@@ -187,14 +191,6 @@ def test_a_quantized_optimizer_resumes_bit_identically(
     assert_same_bits(tmp_path / "cut", tmp_path / "straight")
 
 
-def test_a_stale_stop_file_is_removed_when_the_run_resumes(
-    start: Start, reference: Path, killed: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "run" / "stop").touch()
-    assert start().codes == (0, 0), "a stop file older than the start belongs to the previous run"
-    assert_same_bits(tmp_path / "run", reference)
-
-
 def test_an_error_on_one_rank_is_reported_and_the_run_can_resume(start: Start, reference: Path, tmp_path: Path) -> None:
     ended = start(fault=Fault("raise", "step", 1, 5))
     assert ended.codes[1] == 1
@@ -203,14 +199,12 @@ def test_an_error_on_one_rank_is_reported_and_the_run_can_resume(start: Start, r
     assert_same_bits(tmp_path / "run", reference)
 
 
-def test_a_hanging_step_writes_the_stacks_of_every_thread(start: Start, reference: Path, tmp_path: Path) -> None:
-    ended = start("step_timeout_s=3", fault=Fault("hang", "step", 1, 5))
+def test_a_hanging_step_writes_the_stacks_of_every_thread(start: Start, tmp_path: Path) -> None:
+    ended = start("step_timeout_s=3", fault=Fault("hang", "step", 1, 2))
     assert 1 in ended.codes
     stacks = "".join(file.read_text() for file in (tmp_path / "run" / "stacks").iterdir())
     assert "longer than 3 s" in stacks
     assert "groups.py" in stacks
-    assert start().codes == (0, 0)
-    assert_same_bits(tmp_path / "run", reference)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
@@ -240,9 +234,10 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(start: Start, k
     assert (tmp_path / "run" / "run.json").read_text() == described
 
 
-def test_a_checkpoint_that_lacks_only_its_marker_is_resumed_from(
+def test_a_checkpoint_that_lacks_only_its_marker_is_resumed_from_and_a_stale_stop_file_removed(
     start: Start, reference: Path, killed: Path, tmp_path: Path
 ) -> None:
+    (tmp_path / "run" / "stop").touch()  # older than the start, so it belongs to the previous run
     checkpoints = CheckpointStore(tmp_path / "run" / "checkpoints").list_complete()
     for checkpoint in checkpoints:
         next(checkpoint.path.glob("_*SUCCESS")).unlink()
@@ -252,26 +247,26 @@ def test_a_checkpoint_that_lacks_only_its_marker_is_resumed_from(
     assert_same_bits(tmp_path / "run", reference)
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("seed=4", "seed: was 3, is 4"),
-        ("adapter.rank=4", "adapter"),
-        ("optimizer.lr=1e-3", "optimizer"),
-        ("lr_scheduler.name=linear", "lr_scheduler"),
-        ("data.seq_len=600", "data.seq_len: was 512, is 600"),
-        ("global_batch_size=6", "global_batch_size: was 4, is 6"),
-    ],
-)
-def test_a_run_with_other_settings_is_not_resumed(
-    override: str, named: str, start: Start, killed: Path, tmp_path: Path
+def test_a_run_with_other_settings_is_not_resumed_and_each_of_them_is_named(
+    start: Start, killed: Path, tmp_path: Path
 ) -> None:
     before = read_record(tmp_path / "run")
-    ended = start(override, ranks=1)
-    assert ended.codes == (2,)
-    assert named in ended.output
-    assert named in read_not_started(tmp_path / "run")["reason"]
-    assert read_record(tmp_path / "run") == before
+    changes = {
+        "seed=4": "seed: was 3, is 4",
+        "adapter.rank=4": "adapter",
+        "optimizer.lr=1e-3": "optimizer",
+        "lr_scheduler.name=linear": "lr_scheduler",
+        "data.seq_len=600": "data.seq_len: was 512, is 600",
+        "global_batch_size=6": "global_batch_size: was 4, is 6",
+    }
+    settings, data = list(changes)[:4], list(changes)[4:]  # the data is compared after the settings
+    for overrides in (settings, *([one] for one in data)):
+        ended = start(*overrides, ranks=1)
+        assert ended.codes == (2,)
+        for override in overrides:
+            assert changes[override] in ended.output
+            assert changes[override] in read_not_started(tmp_path / "run")["reason"]
+        assert read_record(tmp_path / "run") == before
 
 
 @pytest.mark.slow
@@ -296,7 +291,7 @@ def test_a_complete_run_says_so_and_a_refused_launch_leaves_it_as_it_was(
     assert read_record(run) == before
     (tmp_path / "bad.jsonl").write_text('{"messages": "none"}\n')
     for refused in ("seed=4", f"data.sources.0.path={tmp_path / 'bad.jsonl'}", "adapter.modules=[none]"):
-        assert start("max_steps=3", refused).codes == (2, 2)
+        assert start("max_steps=3", refused, ranks=1).codes == (2,)
         assert read_not_started(run)["code"] == 2
         assert read_record(run) == before
 
@@ -327,9 +322,8 @@ def test_a_run_resumes_in_another_mode_on_another_number_of_ranks(
         "straight": [(1, "auto", None)],
         "changing": [
             (2, "fsdp", Fault("kill", "step", 1, 5)),
-            (3, "ddp", Fault("kill", "step", 0, 4)),
             (4, "hsdp", Fault("kill", "step", 3, 4)),
-            (3, "fsdp", None),
+            (3, "ddp", None),
         ],
     }.items():
         runs[name] = tmp_path / name
@@ -338,7 +332,7 @@ def test_a_run_resumes_in_another_mode_on_another_number_of_ranks(
             argv += ["parallel.replicate=2"] if mode == "hsdp" else []
             ended = run_group(argv, ranks, fault)
             assert ended.fired or ended.codes == (0,) * ranks, ended.output
-    assert len(json.loads((runs["changing"] / "run.json").read_text())["resumed"]) == 3
+    assert len(json.loads((runs["changing"] / "run.json").read_text())["resumed"]) == 2
     assert not differences(runs["changing"], runs["straight"], 1e-9)
 
 

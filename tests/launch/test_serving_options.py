@@ -332,3 +332,13 @@ def test_channels_are_parsed_of_models_that_do_not_reason_too(name: str, tiny_ba
     add_tokens(path, *SPECIAL.findall(template))
     parsers = find_server_parsers(ChatTemplate(path), has_reasoning=False)
     assert parsers["vllm"]["reasoning_parser"] in ("openai_gptoss", "muse_glimmer")
+
+
+def test_a_models_name_cannot_become_an_option_of_the_server(tiny_base: Path, tmp_path: Path) -> None:
+    named = tmp_path / "--trust-remote-code"
+    named.symlink_to(tiny_base)
+    assert "tiny_base" in server_options(str(named))  # links are resolved
+    copied = shutil.copytree(tiny_base, tmp_path / "x" / "--trust-remote-code")
+    with pytest.raises(ConfigError, match="--trust-remote-code: vLLM would read it as an option; pass a --name"):
+        server_options(str(copied))
+    assert "mine" in server_options(str(copied), "mine")

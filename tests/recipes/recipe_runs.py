@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
+from fctune import distributed
 from fctune.distributed import World
 from fctune.training.entry import run_recipe
 from recipes.full_fc_distributed import FullFunctionCallingRecipe
@@ -52,15 +54,34 @@ def run_kind_on_rank(world: World, argv: list[str], kind: Kind) -> dict[str, Any
     return run_on_rank(world, argv, RECIPES[kind])
 
 
+def run_in_turn(
+    world: World, runs: list[tuple[list[str], Kind]], run: Callable[..., dict[str, Any]] = run_kind_on_rank
+) -> list[dict[str, Any]]:
+    """Run recipes one after another in one process group; returns each one's exit code and output on this rank."""
+    with patch.object(distributed, "shutdown_distributed"):
+        return [run(world, argv, kind) for argv, kind in runs]
+
+
 def check_single_report(
     argv: list[str], words: str, kind: Kind = "lora", run: Callable[..., dict[str, Any]] = run_kind_on_rank
 ) -> None:
     """Check that two ranks exit with code 2, and that rank 0 alone reports ``words``, without a traceback."""
-    results = run_ranks(run, 2, argv, kind)
-    assert [r["code"] for r in results] == [2, 2], results
-    assert words in results[0]["err"], results[0]["err"]
-    assert "Traceback" not in results[0]["err"]
-    assert results[1]["err"] == ""
+    check_single_reports([(argv, words, kind)], run=run)
+
+
+def check_single_reports(
+    cases: list[tuple[list[str], str, Kind]],
+    world_size: int = 2,
+    run: Callable[..., dict[str, Any]] = run_kind_on_rank,
+) -> None:
+    """Check that all ranks exit with code 2 for each command line, and that rank 0 alone reports its words."""
+    ranks = run_ranks(run_in_turn, world_size, [(argv, kind) for argv, _, kind in cases], run)
+    assert [len(results) for results in ranks] == [len(cases)] * world_size
+    for (argv, words, _), first, *others in zip(cases, *ranks, strict=True):
+        assert first["code"] == 2, (argv, first)
+        assert words in first["err"], (argv, first["err"])
+        assert "Traceback" not in first["err"], (argv, first["err"])
+        assert [(other["code"], other["err"]) for other in others] == [(2, "")] * (world_size - 1), argv
 
 
 def tune_run(*arguments: str, timeout_s: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
-from tests.recipes.recipe_runs import CONFIGS, Kind, check_single_report, run_kind_on_rank
+from tests.recipes.recipe_runs import CONFIGS, Kind, check_single_reports, run_kind_on_rank
 
 SMALL = ("data.sources.0.path=synthetic:pairs:24:1", "data.validation_share=0.2", "global_batch_size=2", "epochs=9")
 
@@ -40,21 +39,15 @@ def test_a_run_that_is_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     assert all(torch.equal(weight, adapters[1][name]) for name, weight in adapters[0].items())
 
 
-@pytest.mark.parametrize(
-    ("kind", "override", "words"),
-    [
-        ("lora", "data.pairs=false", "preference: trains on preference pairs; set data.pairs=true"),
-        ("lora", "seed=1", "and this one is with preference. Run recipes/lora_dpo_distributed"),
-        ("full", "~adapter", "but adapter is missing; add e.g. adapter: {rank: 16, alpha: 32}"),
-    ],
-)
-def test_a_recipe_that_does_not_fit_is_refused(kind: Kind, override: str, words: str, tmp_path: Path) -> None:
-    argv = ["--config", CONFIGS["dpo"], *arguments(tmp_path, override)[2:]]
-    check_single_report(argv, words, kind)
-
-
-def test_a_config_without_preference_is_refused(tmp_path: Path) -> None:
-    argv = ["--config", CONFIGS["dpo"], *arguments(tmp_path, "~preference", "data.pairs=false")[2:]]
-    check_single_report(
-        argv, "recipes/lora_dpo_distributed is for configs with preference, and this one is with adapter", "dpo"
-    )
+def test_a_recipe_or_config_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    wrong: list[tuple[Kind, list[str], str]] = [
+        ("lora", ["data.pairs=false"], "preference: trains on preference pairs; set data.pairs=true"),
+        ("lora", ["seed=1"], "and this one is with preference. Run recipes/lora_dpo_distributed"),
+        ("full", ["~adapter"], "but adapter is missing; add e.g. adapter: {rank: 16, alpha: 32}"),
+        (
+            "dpo",
+            ["~preference", "data.pairs=false"],
+            "recipes/lora_dpo_distributed is for configs with preference, and this one is with adapter",
+        ),
+    ]
+    check_single_reports([(arguments(tmp_path, *overrides), words, kind) for kind, overrides, words in wrong])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,7 @@ from fctune.distributed import World
 from fctune.training import setup
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
-from tests.recipes.recipe_runs import Kind, arguments_for, check_single_report, run_kind_on_rank
+from tests.recipes.recipe_runs import Kind, arguments_for, check_single_report, check_single_reports, run_kind_on_rank
 
 
 def losses(run: Path) -> list[float]:
@@ -78,9 +77,8 @@ def test_metrics_account_for_time_and_tokens(tmp_path: Path) -> None:
         assert line["data_time_s"] >= 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "overrides", "words"),
-    [
+def test_an_impossible_layout_is_reported_once(tmp_path: Path) -> None:
+    impossible: list[tuple[Kind, list[str], str]] = [
         ("full", ["adapter={rank: 4}"], "recipes/full_fc_distributed is for configs without adapter"),
         (
             "full",
@@ -106,11 +104,10 @@ def test_metrics_account_for_time_and_tokens(tmp_path: Path) -> None:
             "optimizer.bf16_stochastic_round: torchao does not support it for sharded weights",
         ),
         ("lora", ["adapter.base=int3"], "adapter.base='int3': expected one of bf16, nf4, float8"),
-    ],
-    ids=lambda value: str(value)[:50],
-)
-def test_an_impossible_layout_is_reported_once(kind: Kind, overrides: list[str], words: str, tmp_path: Path) -> None:
-    check_single_report(arguments_for(tmp_path, *overrides, kind=kind), words, kind)
+    ]
+    check_single_reports(
+        [(arguments_for(tmp_path, *overrides, kind=k), words, k) for k, overrides, words in impossible]
+    )
 
 
 def run_with_little_memory(world: World, argv: list[str], kind: Kind) -> dict[str, Any]:
@@ -137,16 +134,13 @@ def drop_weight(path: Path) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_broken_weights_are_reported_once(tiny_base: Path, tmp_path: Path) -> None:
+    cases: list[tuple[list[str], str, Kind]] = []
+    for change, words in (
         (add_nan, "model.layers.2.mlp.up_proj.weight holds NaN or infinity"),
         (drop_weight, "1 missing: model.layers.2.mlp.up_proj.weight"),
-    ],
-)
-def test_broken_weights_are_reported_once(
-    change: Callable[[Path], None], words: str, tiny_base: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(tiny_base, tmp_path / "model")
-    change(tmp_path / "model")
-    check_single_report(arguments_for(tmp_path, f"model.path={tmp_path / 'model'}", kind="full"), words, "full")
+    ):
+        model = shutil.copytree(tiny_base, tmp_path / change.__name__)
+        change(model)
+        cases.append((arguments_for(tmp_path, f"model.path={model}", kind="full"), words, "full"))
+    check_single_reports(cases)

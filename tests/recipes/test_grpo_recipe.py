@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
-from tests.recipes.recipe_runs import CONFIGS, Kind, check_single_report, run_kind_on_rank
+from tests.recipes.recipe_runs import CONFIGS, Kind, check_single_reports, run_kind_on_rank
 
 # The base is hardly ever right, so that its verdicts alone would teach nothing.
 REWARD = ("grpo.reward={random: 1.0, brevity: 0.5}",)
@@ -100,9 +100,8 @@ def test_two_processes_keep_the_shares_of_categories_and_resume_exactly(tmp_path
     assert rows == again
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
+def test_bad_input_is_named_in_one_sentence(tmp_path: Path) -> None:
+    wrong = [
         ("grpo.reward={strikt: 1.0}", "grpo.reward.strikt: no such part of a reward; did you mean strict?"),
         ("grpo.group_size=1", "grpo.group_size=1: expected 2 or more"),
         ("grpo.cases=no/cases.jsonl", "grpo.cases=no/cases.jsonl: no such file"),
@@ -111,17 +110,8 @@ def test_two_processes_keep_the_shares_of_categories_and_resume_exactly(tmp_path
         ("adapter.dropout=0.1", "adapter.dropout=0.1: answers are generated without dropout"),
         ("~adapter", "grpo: trains adapters, but adapter is missing"),
         ("data.sources=[{path: synthetic:train:9}]", "data.sources: a run with grpo learns from its own answers"),
-    ],
-    ids=["part", "group", "cases", "share", "room", "dropout", "adapter", "sources"],
-)
-def test_bad_input_is_named_in_one_sentence(override: str, words: str, tmp_path: Path) -> None:
-    done = run_ranks(run_kind_on_rank, 1, arguments(tmp_path, override), "grpo")[0]
-    assert done["code"] == 2, done
-    assert words in done["err"]
-    assert "Traceback" not in done["err"]
-
-
-def test_cases_of_a_benchmark_and_without_answers_are_refused(tmp_path: Path) -> None:
+    ]
+    # Cases of a benchmark, and without answers.
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     row = {"messages": [{"role": "user", "content": "Call f."}], "tools": [tool]}
     for name, extra, words in (
@@ -130,12 +120,9 @@ def test_cases_of_a_benchmark_and_without_answers_are_refused(tmp_path: Path) ->
     ):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(json.dumps(row | extra) + "\n")
-        done = run_ranks(run_kind_on_rank, 1, arguments(tmp_path, f"grpo.cases={path}"), "grpo")[0]
-        assert done["code"] == 2, done
-        assert words in done["err"]
-
-
-@pytest.mark.parametrize("kind", ["lora", "dpo"])
-def test_other_recipes_refuse_the_config(kind: Kind, tmp_path: Path) -> None:
-    words = "and this one is with grpo. Run recipes/lora_grpo_distributed"
-    check_single_report(arguments(tmp_path), words, kind)
+        wrong.append((f"grpo.cases={path}", words))
+    cases: list[tuple[list[str], str, Kind]] = [(arguments(tmp_path, one), words, "grpo") for one, words in wrong]
+    kinds: tuple[Kind, ...] = ("lora", "dpo")
+    for kind in kinds:
+        cases.append((arguments(tmp_path), "and this one is with grpo. Run recipes/lora_grpo_distributed", kind))
+    check_single_reports(cases, world_size=1)

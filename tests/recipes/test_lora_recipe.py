@@ -6,14 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import REAL_DATA, ROOT
 from tests.ranks import run_ranks
-from tests.recipes.recipe_runs import arguments_for, check_single_report, run_on_rank, tune_run
+from tests.recipes.recipe_runs import Kind, arguments_for, check_single_reports, run_on_rank, tune_run
 
 
 def test_a_run_writes_the_files_that_scripts_rely_on(tmp_path: Path) -> None:
@@ -121,16 +120,17 @@ BAD_MODELS: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), BAD_MODELS, ids=[words for _, words in BAD_MODELS])
-def test_a_broken_model_directory_is_reported_once(
-    change: Callable[[Path], Any], words: str, tiny_base: Path, tmp_path: Path
-) -> None:
-    check_single_report(arguments_for(tmp_path, broken_model(tmp_path, tiny_base, change)), words)
+def test_a_broken_model_directory_is_reported_once(tiny_base: Path, tmp_path: Path) -> None:
+    cases: list[tuple[list[str], str, Kind]] = []
+    for number, (change, words) in enumerate(BAD_MODELS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        cases.append((arguments_for(folder, broken_model(folder, tiny_base, change)), words, "lora"))
+    check_single_reports(cases)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
+def test_wrong_input_is_reported_once(tmp_path: Path) -> None:
+    wrong = [
         (["model.path=no/such"], "no such directory"),
         (["data.sources.0.path=no/such.jsonl"], "no such file"),
         (["adapter=null"], "recipes/lora_fc_distributed is for configs with adapter"),
@@ -138,22 +138,16 @@ def test_a_broken_model_directory_is_reported_once(
         (["data.seq_len=100000"], "positions"),
         (["output_dir=/proc/nowhere"], "output_dir=/proc/nowhere"),
         (["lr=3"], "unknown key"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_wrong_input_is_reported_once(overrides: list[str], words: str, tmp_path: Path) -> None:
-    check_single_report(arguments_for(tmp_path, *overrides), words)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [("", "an empty file; expected rows"), ('{"text": "hello"}\n', "unknown format"), ('{"messages": [', "not JSON")],
-    ids=["empty", "other shape", "broken"],
-)
-def test_an_unusable_dataset_is_reported_once(content: str, words: str, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(content)
-    check_single_report(arguments_for(tmp_path, f"data.sources.0.path={rows}"), words)
+    ]
+    unusable = [
+        ("", "an empty file; expected rows"),
+        ('{"text": "hello"}\n', "unknown format"),
+        ('{"messages": [', "not JSON"),
+    ]
+    for number, (content, words) in enumerate(unusable):
+        (tmp_path / f"{number}.jsonl").write_text(content)
+        wrong.append(([f"data.sources.0.path={tmp_path / f'{number}.jsonl'}"], words))
+    check_single_reports([(arguments_for(tmp_path, *overrides), words, "lora") for overrides, words in wrong])
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 
 from fctune.cli import main
+from fctune.errors import ConfigError
+from fctune.sweep.spec import load_sweep
 from tests.sweep.fake_cluster import install
 
 WriteSweep = Callable[..., Path]
@@ -127,3 +130,28 @@ def test_a_missing_script_or_task_is_named(
 ) -> None:
     assert main(["sweep", str(write_sweep(launcher={"kind": kind, key: "no/such"}))]) == 2
     assert f"launcher.{key}=no/such: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("launcher", "reason"),
+    [
+        ({"kind": "sky", "host": "-oProxyCommand=id", "remote_dir": "/mnt"}, "host=-oProxyCommand=id: not a host"),
+        ({"kind": "sky", "host": "desk:x", "remote_dir": "/mnt"}, "host=desk:x: not a host"),
+        (
+            {"kind": "sky", "host": "desk", "remote_dir": "/mnt;id"},
+            "remote_dir=/mnt;id: is read by a shell of the host",
+        ),
+        ({"kind": "sky", "host": "desk", "remote_dir": "--help"}, "remote_dir=--help: is read by a shell of the host"),
+        (
+            {"kind": "sky", "task": "--env-file=x"},
+            "task=--env-file=x: would be read as an option; write ./--env-file=x",
+        ),
+        ({"kind": "slurm", "script": "--wrap=id"}, "script=--wrap=id: would be read as an option; write ./--wrap=id"),
+    ],
+    ids=range(6),
+)
+def test_values_of_a_sweep_cannot_become_options_or_commands(
+    launcher: dict[str, str], reason: str, write_sweep: WriteSweep
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"launcher.{reason}")):
+        load_sweep(write_sweep(launcher=launcher))

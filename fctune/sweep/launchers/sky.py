@@ -47,7 +47,7 @@ class SkyLauncher(RemoteLauncher):
         for run in runs:
             config = self._study.run_root / "configs" / f"{run.name}.yaml"
             if self._host is not None:
-                self._rsync(["--mkpath", str(self._study.config_path(run)), f"{self._host}:{config}"])
+                self._rsync(["--mkpath", "--", str(self._study.config_path(run)), f"{self._host}:{config}"])
             command = ["sky", "jobs", "launch", "--yes", "--detach-run", "--name", run.attempts[-1].job]
             command += [self._launcher.task, "--env", f"CONFIG={config}", *self._launcher.options]
             done = self._run(command, SUBMIT_LIMIT_S)
@@ -75,7 +75,7 @@ class SkyLauncher(RemoteLauncher):
             f"--include=/*/{name}" for name in _COPIED
         ]
         remote = f"{self._host}:{self._study.run_root}/runs/"
-        self._rsync([*filters, "--exclude=*", "--delete", remote, f"{self._study.path}/runs/"], is_needed=False)
+        self._rsync([*filters, "--exclude=*", "--delete", "--", remote, f"{self._study.path}/runs/"], is_needed=False)
 
     def request_stop(self, run: SweepRun) -> None:
         """Create the run's stop files on the jobs' disk."""
@@ -83,7 +83,7 @@ class SkyLauncher(RemoteLauncher):
             super().request_stop(run)
             return
         folder = self._study.output_dir(run)
-        self._run(["ssh", self._host, "touch", *(f"{folder}/{name}" for name in STOP_FILES)], COMMAND_LIMIT_S)
+        self._run(["ssh", "--", self._host, "touch", *(f"{folder}/{name}" for name in STOP_FILES)], COMMAND_LIMIT_S)
 
     def _rsync(self, words: Sequence[str], is_needed: bool = True) -> None:
         done = self._run(["rsync", "--archive", *words], SUBMIT_LIMIT_S)
