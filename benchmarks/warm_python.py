@@ -48,7 +48,7 @@ import selectors
 import subprocess
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +165,7 @@ class _Command:
 def _serve(address: str, ready: int) -> dict[str, Any]:
     """Fork a process for each request, and return the request in the new process; never returns in the server."""
     commands: dict[int, _Command] = {}  # by the descriptors of its connection and its process
-    cpu_s: Counter[str] = Counter()
+    cpu_s: defaultdict[str, float] = defaultdict(float)
     selector = selectors.DefaultSelector()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
@@ -193,9 +193,9 @@ def _serve(address: str, ready: int) -> dict[str, Any]:
                     return request
                 for descriptor in descriptors:
                     os.close(descriptor)
-                command = _Command(pid, os.pidfd_open(pid), request["environment"].get(_LABEL, ""), connection)
-                for descriptor in (command.pid_fd, connection.fileno()):
-                    commands[descriptor] = command
+                started = _Command(pid, os.pidfd_open(pid), request["environment"].get(_LABEL, ""), connection)
+                for descriptor in (started.pid_fd, connection.fileno()):
+                    commands[descriptor] = started
                     selector.register(descriptor, selectors.EVENT_READ)
             elif (command := commands.get(key.fd)) is None:
                 continue  # it has ended in this turn

@@ -13,6 +13,7 @@ from fctune.evaluation.benchmarks import Benchmark, Measured
 from fctune.evaluation.benchmarks.bfcl.cases import CATEGORIES, NAME, TITLE, category_of
 
 if TYPE_CHECKING:
+    from fctune.evaluation.benchmarks.bfcl.single_turn import Mode
     from fctune.evaluation.cases import Suite
 
 
@@ -68,7 +69,8 @@ class Bfcl(Benchmark):
         """Load the categories; see ``Benchmark.load``."""
         from fctune.evaluation.benchmarks.bfcl.suite import load_bfcl
 
-        data, mode = options.get("bfcl_data"), options.get("bfcl_mode") or "tools"
+        data = options.get("bfcl_data")
+        mode: Mode = "prompt" if options.get("bfcl_mode") == "prompt" else "tools"
         return load_bfcl(settings, where, categories, data, mode, has_plain_names, has_multi_turn, self)
 
     def owns(self, case_id: str) -> bool:
