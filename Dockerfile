@@ -6,10 +6,10 @@
 #   docker run --rm fctune .venv/bin/python -m pytest --ignore tests/layout    # needs git
 #
 # CUDA's libraries come with torch's wheels, for CUDA 13.0 as in the base image, and the driver (580 or newer) with the
-# host. constraints.txt pins Python packages, and the tag of the base image the system.
+# host. constraints.txt pins Python packages, and the digest of the base image the system.
 ARG SOFTWARE=base
 
-FROM nvidia/cuda:13.0.3-base-ubuntu24.04 AS base
+FROM nvidia/cuda:13.0.3-base-ubuntu24.04@sha256:7c7413a56200486f71f181cad9310f6fd31b6bb21816ade15fc9c1e1e927a5c1 AS base
 
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 
@@ -35,7 +35,7 @@ COPY --chown=fctune:fctune . .
 RUN make setup PIP_ARGS="$PIP_ARGS"
 
 # Wheels of the packages of fctune[hybrid] that have none on the index, for every GPU that their build scripts list.
-FROM nvidia/cuda:13.0.3-devel-ubuntu24.04 AS kernels
+FROM nvidia/cuda:13.0.3-devel-ubuntu24.04@sha256:b7ae301dea2c162444795462ce17a05f6a516e5a75944b57af5b88540a1a2266 AS kernels
 
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -130,3 +131,19 @@ def test_only_a_benchmarks_own_folder_imports_it() -> None:
         outside = (f for f in (ROOT / "fctune").rglob("*.py") if not f.is_relative_to(benchmark.parent))
         named = [f for f in outside if any(f"{m}.".startswith(f"{package}.") for m in imported_modules(f))]
         assert not named, f"{package} is imported outside its folder: {named}"
+
+
+def test_actions_and_base_images_are_pinned_by_content() -> None:
+    """A tag can be moved to other code; a commit and a digest cannot."""
+    actions = [
+        line.split("uses:")[1].split("#")[0].strip()
+        for file in (ROOT / ".github" / "workflows").glob("*.yaml")
+        for line in file.read_text().splitlines()
+        if "uses:" in line
+    ]
+    assert actions
+    assert [action for action in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)] == []
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    images = [line.split()[1] for line in lines if line.startswith("FROM ") and "/" in line]
+    assert images
+    assert [image for image in images if not re.fullmatch(r"[\w./:-]+@sha256:[0-9a-f]{64}", image)] == []
