@@ -20,6 +20,7 @@ from fctune.cli.parser import Parser, add_template_args_argument, report_interru
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.loading import read_environment
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
+from fctune.config.yaml_text import parse_yaml
 from fctune.errors import CheckpointError, ConfigError, DataError
 from fctune.evaluation.benchmarks import find_benchmarks, find_suite_files
 from fctune.generation.model_files import check_model_paths
@@ -282,8 +283,8 @@ def _to_widths(text: str) -> list[int]:
 def _read_options(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Read a YAML file of options as defaults of ``parser``."""
     try:
-        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        options = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({' '.join(str(error).split())}).") from None
     if not isinstance(options, dict):
         raise ConfigError(f"--config {path}: expected a mapping of options, such as model: and suite:.")

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from fctune.data.template_args import TEMPLATE_ARGS_FILE
 from fctune.errors import ConfigError
 
 # Files to download: none that could run code, such as pickles or Python.
@@ -27,6 +28,7 @@ WEIGHT_FILES = ("config.json", "*.safetensors")
 COMPANION_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    TEMPLATE_ARGS_FILE,
     *("generation_config.json", "*processor_config.json", "LICENSE*", "USE_POLICY*"),
 )
 

@@ -151,7 +151,12 @@ def test_a_model_without_a_template_is_reported(
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [("[1]", "expected a mapping of options"), ("modl: x", "modl: unknown option"), ("a: [", "cannot be read")],
+    [
+        ("[1]", "expected a mapping of options"),
+        ("modl: x", "modl: unknown option"),
+        ("a: [", "cannot be read"),
+        ("a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 9)), "aliases expand"),
+    ],
 )
 def test_a_config_file_without_options_is_reported(
     config: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
