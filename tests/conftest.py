@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import recipes
 from fctune.evaluation.benchmarks.bfcl.cases import SIMULATORS
+
+# Importing recipes keeps the working directory off the import path of all children, as runs need it. Tests start
+# children in the repository's root that import from there.
+assert recipes
+os.environ.pop("PYTHONSAFEPATH", None)
 
 # Deterministic examples by default; HYPOTHESIS_PROFILE=random explores further. An example may take any time, as the
 # processors may be busy.
