@@ -9,8 +9,8 @@ export. Only sizes change: see ``override``. A config that ships uncompiled runs
 compiles that family. The acceptance configs run through their own recipe.
 
 The processes of a run are forks of one that has imported the libraries (``benchmarks/warm_python.py``); ``--cold``
-starts new ones. Prints a table, also on failure, and writes ``benchmarks/results/configs.json``, whose rows are all of
-one version of this runner. Exits with 1 if a config fails. ``make configs`` runs it.
+starts new ones. Prints a table, also on failure, and writes ``benchmarks/results/configs.json``, in which each row names
+the version of this runner that made it. Exits with 1 if a config fails. ``make configs`` runs it.
 """
 
 from __future__ import annotations
@@ -148,14 +148,8 @@ class Row:
     failure: str = ""
     date: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """What the rows of one file have in common."""
-
-    runner: str  # digest of the files that decide what is run of a config
-    versions: dict[str, str]
+    runner: str = ""  # digest of the files that decide what is run of a config
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 _models = threading.Lock()  # transformers sets defaults of the process while it builds a model
@@ -662,7 +656,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="fctune-configs-"))
     folder.mkdir(parents=True, exist_ok=True)
     runner, again = Runner(folder, arguments.limit, arguments.cold), needs_compiling(shipped)
-    stack, date = Stack(digest_runner(), read_versions()), datetime.now(UTC).date().isoformat()
+    versions, date = read_versions(), datetime.now(UTC).date().isoformat()
+    digest = digest_runner()
     started, own = time.monotonic(), os.times()
     rows = []
     torch.set_num_threads(1)
@@ -672,9 +667,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ThreadPoolExecutor(arguments.workers) as pool:
             for done in as_completed([pool.submit(run_one, path, runner, path.stem in again) for path in chosen]):
                 row = done.result()
-                row.date, row.machine = date, describe_machine()
+                row.date, row.machine, row.runner, row.versions = date, describe_machine(), digest, versions
                 rows.append(row)
-                write_results(arguments.results, stack, rows)
+                write_results(arguments.results, rows)
                 print(f"{row.config}: {row.failure or 'ok'} ({row.seconds:.0f} s, {row.cpu_s:.0f} of CPU)", flush=True)
     finally:
         runner.close()
@@ -686,7 +681,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{row.config}: {row.failure}\n")
     print(
         f"{len(rows) - len(failed)} of {len(rows)} configs ran in {seconds:.0f} s ({cpu_s:.0f} s of CPU) "
-        f"with torch {stack.versions['torch']} and transformers {stack.versions['transformers']}"
+        f"with torch {versions['torch']} and transformers {versions['transformers']}"
     )
     if failed:
         print(f"outputs: {folder}")
@@ -695,18 +690,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def write_results(path: Path, stack: Stack, rows: Sequence[Row]) -> None:
-    """Write rows of shipped configs, and keep those of other configs that the same runner and versions made."""
+def write_results(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows of shipped configs in place of earlier ones; the others stay, with the runner that made them."""
     shipped = {config.stem for config in list_shipped_configs()}
     known: dict[str, Any] = {}
     if path.is_file():
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and {key: content.get(key) for key in asdict(stack)} == asdict(stack):
-            known = {row["config"]: row for row in content["rows"]}
+        known = {row["config"]: row for row in json.loads(path.read_text(encoding="utf-8"))}
     known |= {row.config: asdict(row) for row in rows}
     kept = [known[config] for config in sorted(known.keys() & shipped)]
-    text = json.dumps(asdict(stack) | {"rows": kept}, indent=1, ensure_ascii=False)
-    path.write_text(f"{text}\n", encoding="utf-8")
+    path.write_text(f"{json.dumps(kept, indent=1, ensure_ascii=False)}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
