@@ -9,8 +9,8 @@ export. Only sizes change: see ``override``. A config that ships uncompiled runs
 compiles that family. The acceptance configs run through their own recipe.
 
 The processes of a run are forks of one that has imported the libraries (``benchmarks/warm_python.py``); ``--cold``
-starts new ones. Prints a table, also on failure, and writes ``benchmarks/results/configs.json``, in which each row names
-the version of this runner that made it. Exits with 1 if a config fails. ``make configs`` runs it.
+starts new ones. Prints a table, also on failure, and writes ``benchmarks/results/configs.json``; each row names the
+version of this runner that made it. Exits with 1 if a config fails. ``make configs`` runs it.
 """
 
 from __future__ import annotations
@@ -698,6 +698,7 @@ def write_results(path: Path, rows: Sequence[Row]) -> None:
         known = {row["config"]: row for row in json.loads(path.read_text(encoding="utf-8"))}
     known |= {row.config: asdict(row) for row in rows}
     kept = [known[config] for config in sorted(known.keys() & shipped)]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{json.dumps(kept, indent=1, ensure_ascii=False)}\n", encoding="utf-8")
 
 
