@@ -83,7 +83,18 @@ def test_all_rows_are_read_but_one_with_a_published_defect(path: Path) -> None:
 
 
 # Configs without a passing row. A config that passes leaves this list.
-NOT_RUN = set()
+NOT_RUN = {
+    "llama3_2_1b_qlora",
+    "qwen3_30b_a3b_lora",
+    "qwen3_32b_lora",
+    "qwen3_4b_lora",
+    "qwen3_8b_lora",
+    "smollm3_3b_lora",
+    "tiny_dpo",
+    "tiny_full",
+    "tiny_grpo",
+    "tiny_lora",
+}
 
 
 def test_every_shipped_config_ran_as_it_is_shipped() -> None:
