@@ -204,7 +204,7 @@ for step in range(1, 21):
 deadline = time.monotonic() + 30
 while not list(folder.glob("wandb/offline-run-*/*.wandb")) and time.monotonic() < deadline:
     time.sleep(0.1)
-time.sleep(4)
+time.sleep(8)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
