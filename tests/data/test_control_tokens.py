@@ -158,7 +158,8 @@ class Case:
                 try:
                     found = self.encode(make_row(**texts), mode)
                 except SpecialTokenError as error:
-                    assert "joins with other text" in str(error)  # noqa: PT017 - either is right
+                    # Either is right: a piece of a token may hold another token.
+                    assert "joins with other text" in str(error) or "a control token" in str(error)  # noqa: PT017
                     continue
                 assert expected is None or found is None or found[0] == expected[0], (token, size, mode)
 
