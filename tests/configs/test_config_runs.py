@@ -88,12 +88,9 @@ NOT_RUN = {
     "qwen3_30b_a3b_lora",
     "qwen3_32b_lora",
     "qwen3_4b_lora",
-    "qwen3_8b_lora",
     "smollm3_3b_lora",
     "tiny_dpo",
     "tiny_full",
-    "tiny_grpo",
-    "tiny_lora",
 }
 
 
