@@ -128,7 +128,7 @@ SMALL_ACCEPTANCE = {
 
 @dataclass(kw_only=True, slots=True)
 class Row:
-    """What was run of a config; ``failure`` is empty if all of it succeeded."""
+    """Record of one config's run; ``failure`` is empty if all of it succeeded."""
 
     config: str
     digest: str

@@ -40,7 +40,7 @@ def add_format_argument(command: argparse.ArgumentParser) -> None:
 
 
 def _to_columns(text: str) -> list[tuple[str, str]]:
-    """Parse ``OWN=NAME,...``."""
+    """Return the format's column name for each of the user's, from ``OWN=NAME,...``."""
     pairs = [(own.strip(), name.strip()) for own, _, name in (word.rpartition("=") for word in text.split(","))]
     if not all(own and name for own, name in pairs):
         raise argparse.ArgumentTypeError(f"expected OWN=NAME, such as question=query, got {text!r}")

@@ -181,7 +181,7 @@ def run_tool(command: Sequence[str], arguments: Mapping[str, Any], timeout_s: fl
 
 @dataclass(slots=True)
 class _Output:
-    """What a command wrote to a pipe: its first or its last 64 KiB, and how much there was."""
+    """Output of a command's pipe: its first or its last 64 KiB, and its total size."""
 
     keeps_end: bool
     kept: bytes = b""

@@ -105,7 +105,7 @@ def fetch_mcp_tools(url: str, token: str | None = None, limits: McpLimits | None
 
 
 class _Budget:
-    """What a server may still use of its limits; ``problem`` says which one it exceeded."""
+    """Remaining limits of a server; ``problem`` names the one that it exceeded."""
 
     def __init__(self, limits: McpLimits):
         self.limits, self.left, self.status = limits, limits.max_bytes, 0

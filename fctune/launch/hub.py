@@ -128,7 +128,7 @@ def download(config: RunConfig, folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What ``fctune push`` publishes of a directory.
+    """Files that ``fctune push`` publishes from a directory.
 
     Attributes:
         files: The content of each file, or where it lies, by its name in the repository.

@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def rollouts(self) -> RolloutPlan | None:
-        """Generation, in reinforcement."""
+        """Plan of the answers generated in reinforcement."""
         return self.estimate.rollouts
 
     @property

@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fctune.calls.formats.base import Parsed
-from fctune.calls.judge import Judgement
+from fctune.calls.judge import BenchmarkVerdict, ErrorKind, Judgement, Outcome, describe_malformed, judge, judge_failure
 from fctune.data.conversation import Call, Message, Tool
 from fctune.errors import ConfigError
 from fctune.evaluation.benchmarks.bfcl.cases import NAME, BfclCase, read_bfcl
-from fctune.evaluation.benchmarks.bfcl.judge import MultiTurnJudge
-from fctune.evaluation.benchmarks.bfcl.multi_turn import MAX_TIME_S, SimulatedTools, load_simulators
+from fctune.evaluation.benchmarks.bfcl.multi_turn import (
+    MAX_TIME_S,
+    SimulatedTools,
+    check_multi_turn,
+    load_simulators,
+)
 from fctune.evaluation.cases import MultiTurnCase, Turn
 
 
@@ -33,17 +37,10 @@ class BfclMultiTurnCase(MultiTurnCase):
     benchmark_name: ClassVar[str] = NAME
 
     @functools.cached_property
-    def _judge(self) -> MultiTurnJudge:
-        return MultiTurnJudge(self.question, [turn.tools for turn in self.turns])
-
-    @property
     def expected(self) -> tuple[tuple[Call, ...], ...]:
-        """The calls that are due in each turn."""
-        return self._judge.expected
-
-    def start(self) -> SimulatedTools:
-        """Create the tools in their initial state."""
-        return SimulatedTools(self.question, load_simulators(), "model", self.max_time_s)
+        """Expected calls of each turn, read from the benchmark's answers."""
+        simulated = SimulatedTools(self.question, load_simulators(), "expected")
+        return tuple(tuple(map(simulated.read_answer, answer)) for answer in self.question.answers)
 
     def judge(
         self,
@@ -52,12 +49,63 @@ class BfclMultiTurnCase(MultiTurnCase):
         is_unanswered: bool = False,
         decoded: Sequence[Sequence[Parsed]] | None = None,
     ) -> Judgement:
-        """Judge one reading of a conversation; see ``MultiTurnJudge.judge``."""
-        return self._judge.judge(turns, stopped, is_unanswered, decoded)
+        """Judge the model's answers, given as the steps of each turn.
+
+        The kind of error is that of the first turn whose calls are not the expected ones. Counts of calls and arguments
+        are sums over turns.
+
+        Args:
+            turns: The steps of each turn; fewer turns if the conversation was stopped.
+            stopped: Why the conversation was stopped early; None if it was not.
+            is_unanswered: The conversation was stopped because the model could not answer.
+            decoded: The steps as the leaderboard decodes them; see ``Reading.decoded``. None: as read.
+        """
+        calls = [[() if step.malformed else step.calls for step in turn] for turn in decoded or turns]
+        checked = check_multi_turn(self.question, calls, load_simulators())
+        judged = [
+            judge(
+                due,
+                Parsed(
+                    tuple(call for step in steps for call in step.calls),
+                    tuple(stretch for step in steps for stretch in step.malformed),
+                ),
+                tools,
+            )
+            for due, tools, steps in zip(
+                self.expected, [turn.tools for turn in self.turns], [*turns, *([()] * len(self.expected))], strict=False
+            )
+        ]
+        outcomes = [one.outcome for one in judged]
+        verdict: ErrorKind = next((one.verdict for one in outcomes if not one.is_correct), "correct")
+        malformed = _first_malformed(turns)
+        if malformed:
+            verdict = "malformed"
+        elif is_unanswered:
+            verdict = "no_answer"
+        elif verdict == "correct" and (stopped is not None or len(turns) != len(self.expected)):
+            # The wheel judges a conversation that it stops in the last turn like any other; here one that would never
+            # end is wrong.
+            verdict = "wrong_count"
+        differences = [stopped] if stopped is not None else []
+        if checked.reason:
+            differences.append(f"BFCL: {checked.reason}")
+        if verdict != "correct":
+            differences += [f"turn {n}: {line}" for n, one in enumerate(judged, start=1) for line in one.differences]
+        return Judgement(
+            _add_outcomes(verdict, outcomes),
+            "" if checked.valid else stopped or malformed or checked.reason,
+            tuple(differences),
+            BenchmarkVerdict(checked.valid, checked.reason),
+        )
 
     def judge_failure(self, reason: str) -> Judgement:
-        """Judge a conversation that ended without an answer."""
-        return self._judge.judge_failure(reason)
+        """Judge a conversation that came to no end."""
+        failure = judge_failure(sum(map(len, self.expected)), reason)
+        return failure._replace(benchmark=BenchmarkVerdict(False, reason))
+
+    def start(self) -> SimulatedTools:
+        """Create the tools in their initial state."""
+        return SimulatedTools(self.question, load_simulators(), "model", self.max_time_s)
 
     def describe(self) -> list[Any]:
         """Return the answers, and the simulated classes with their initial state."""
@@ -108,3 +156,16 @@ def _read_turns(question: BfclCase, sentence: str, to_tool: Callable[..., Tool])
             messages = (Message("user", sentence),)
         turns.append(Turn(messages, tuple(tools)))
     return tuple(turns)
+
+
+def _first_malformed(turns: Sequence[Sequence[Parsed]]) -> str:
+    for number, steps in enumerate(turns, start=1):
+        for step in steps:
+            if step.malformed:
+                return f"turn {number}: {describe_malformed(step.malformed[0])}"
+    return ""
+
+
+def _add_outcomes(verdict: ErrorKind, outcomes: Sequence[Outcome]) -> Outcome:
+    counts = zip(*(outcome[1:] for outcome in outcomes), strict=True)
+    return Outcome(verdict, *(sum(int(count or 0) for count in column) for column in counts))
