@@ -138,7 +138,7 @@ $(DEMO)-reasoning/thinking_true.jsonl: | setup
 # with terraform, if it is installed: 1 minute.
 test-monitoring: setup
 	@tests/slurm/packages.sh prometheus prometheus-alertmanager
-	$(BIN)/python -m pytest -m "slow or not slow" tests/telemetry/test_prometheus_server.py tests/infra
+	$(BIN)/python -m pytest -m "slow or not slow" tests/runs/test_prometheus_server.py tests/infra
 
 # Kill runs at random N times, and compare each with an uninterrupted run: about 3 seconds per kill. METHOD=grpo kills
 # runs of reinforcement and their server, and proves from the records that each answer counted once.

@@ -5,8 +5,8 @@
     python -m benchmarks.acceptance --machine [--toy] --out benchmarks/results/machine.json
 
 Without a mode flag, both sides measure all_reduce ``--rounds`` times at each size and alternate in going first. Ours is
-``measure_collective`` of ``fctune/acceptance``, which times every repetition and verifies the data; theirs is a loop of
-``dist.all_reduce`` after a barrier, timed as one piece. It runs over NCCL on CUDA devices, otherwise over gloo.
+``measure_collective`` of ``fctune/apps/acceptance``, which times every repetition and verifies the data; theirs is a
+loop of ``dist.all_reduce`` after a barrier, timed as one piece. It runs over NCCL on CUDA devices, otherwise over gloo.
 ``--nccl-tests FOLDER`` names the build directory of all_reduce_perf, to measure that too.
 
 ``--compute`` measures one device: products and copies compared with ``torch.utils.benchmark``, also alternately, each
@@ -40,13 +40,13 @@ import torch.distributed as dist
 import xxhash
 from torch.utils.benchmark import Timer
 
-from fctune.acceptance.collectives import measure_collective
-from fctune.acceptance.config import CollectivesConfig, ComputeConfig, LimitsConfig
-from fctune.acceptance.devices import compute_checksums, measure_copies, measure_products
-from fctune.acceptance.fault_injection import FaultInjector
-from fctune.acceptance.metrics import CHECKS, compute_bandwidth
-from fctune.acceptance.session import Session
-from fctune.distributed import read_launcher_environment
+from fctune.apps.acceptance.collectives import measure_collective
+from fctune.apps.acceptance.config import CollectivesConfig, ComputeConfig, LimitsConfig
+from fctune.apps.acceptance.devices import compute_checksums, measure_copies, measure_products
+from fctune.apps.acceptance.fault_injection import FaultInjector
+from fctune.apps.acceptance.metrics import CHECKS, compute_bandwidth
+from fctune.apps.acceptance.session import Session
+from fctune.base.distributed import read_launcher_environment
 
 ROOT = Path(__file__).parents[1]
 LIMITS = LimitsConfig(total_s=86_400.0)

@@ -52,11 +52,11 @@ class Layers(nn.Module):
 
 def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the pairs of one way to save, in this process."""
+    from fctune.base.distributed import init_distributed, shutdown_distributed
     from fctune.checkpoint.saver import Saver
     from fctune.checkpoint.sharded import read_shards_, write_shards
     from fctune.checkpoint.store import CheckpointStore
     from fctune.checkpoint.tensors import collect_tensors
-    from fctune.distributed import init_distributed, shutdown_distributed
 
     world = init_distributed()
     torch.set_num_threads(arguments.threads)

@@ -11,12 +11,12 @@ import argparse
 import re
 from pathlib import Path
 
+from fctune.apps.plan.plan import Plan, make_plan
+from fctune.apps.plan.plan_request import PlanRequest
+from fctune.apps.plan.prices import read_prices
+from fctune.base.gpus import find_gpu
 from fctune.config.intervals import format_duration
 from fctune.config.loading import load_config
-from fctune.gpus import find_gpu
-from fctune.planner.plan import Plan, make_plan
-from fctune.planner.plan_request import PlanRequest
-from fctune.planner.prices import read_prices
 
 ROWS, MEAN_TOKENS = 100_000, 700
 MACHINES = {  # nodes and GPUs of each; one GPU for every other config

@@ -60,7 +60,7 @@ def measure_loading(folder: Path, device: torch.device) -> float:
 
 def measure_generation(folder: Path, device: torch.device, num_prompts: int, new_tokens: int) -> dict[str, Any]:
     """Return the tokens a second of one batch of prompts, prompts read included; the first batch is a warm-up."""
-    from fctune.generation.in_process import InProcessEngine
+    from fctune.engines.in_process import InProcessEngine
 
     engine = InProcessEngine(folder, batch_size=num_prompts, device=device)
     engine.model.bfloat16()

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from fctune.calls.metrics import wilson_interval
-from fctune.evaluation.paired import compare_rows
-from fctune.evaluation.results import read_rows
 from fctune.runs.metrics_file import MetricsFile
+from fctune.tasks.evaluation.paired import compare_rows
+from fctune.tasks.evaluation.results import read_rows
 
 NUM_ROWS = 5500  # before the split by tools, and before those with several tools are left out
 NUM_START_ROWS = 2000

@@ -79,8 +79,8 @@ def _anonymous_bytes() -> int:
 
 def load_sharded(folder: Path) -> dict[str, float]:
     """Load on this rank; returns seconds, and MiB of the shards, of the peak and read from the files."""
+    from fctune.base.distributed import init_distributed, shutdown_distributed
     from fctune.config.sections.parallel import ParallelConfig
-    from fctune.distributed import init_distributed, shutdown_distributed
     from fctune.models.base_weights import load_base_
     from fctune.models.causal_lm import materialize_
     from fctune.models.precision import PrecisionPolicy

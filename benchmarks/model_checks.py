@@ -25,6 +25,9 @@ from torch import Tensor
 from benchmarks.model_references import count_parameters, iter_conversations, load_reference, train_reference
 from benchmarks.model_runs import NUM_STEPS, Recorder, link_name, load, make_run
 from benchmarks.model_zoo import Entry, save_config, save_weights
+from fctune.apps.plan.models import find_architecture, shape_model
+from fctune.base.distributed import World
+from fctune.base.errors import ConfigError
 from fctune.checkpoint.hf_checkpoint import HFAdapterWeights, HFModelWeights
 from fctune.checkpoint.resume import RunFacts, choose_checkpoint
 from fctune.checkpoint.state import Checkpointer
@@ -32,16 +35,13 @@ from fctune.checkpoint.store import CheckpointStore
 from fctune.config.schema import RunConfig
 from fctune.data.loader import Batch, GlobalLoader
 from fctune.data.prepared_set import open_prepared
-from fctune.distributed import World
-from fctune.errors import ConfigError
 from fctune.models.architecture import ALL_LINEAR
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_adapter, export_merged
 from fctune.models.hub import WEIGHT_FILES, digest_model
 from fctune.models.lora import adapters_off, apply_lora_
 from fctune.models.packing_proof import prove_packing
-from fctune.planner.models import find_architecture, shape_model
-from fctune.telemetry.sinks import SinkGroup
+from fctune.runs.sinks import SinkGroup
 from fctune.training.callbacks.checkpoint import CheckpointCallback
 from fctune.training.loop import build_loader, train
 from fctune.training.setup import build_base, start_state

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.model_zoo import TOKENIZER_DIR
+from fctune.base.distributed import World
 from fctune.config.loading import parse_config
 from fctune.config.schema import RunConfig
 from fctune.data.prepared_set import prepare
-from fctune.distributed import World
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.training.setup import build_base, shard_and_load_

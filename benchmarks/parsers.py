@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import SERVERS, CallFormat, Server
 from fctune.calls.formats.registry import FORMATS
-from fctune.errors import ConfigError
-from fctune.evaluation.serving import run_server_parser
+from fctune.tasks.evaluation.serving import run_server_parser
 from tests.calls.server_outputs import (
     GUESSES,
     REASONS,

@@ -30,8 +30,8 @@ from typing import Any
 import psutil
 
 from benchmarks.real_server import CPU_SETTINGS
-from fctune.evaluation.paired import compare_rows
-from fctune.evaluation.results import read_rows
+from fctune.tasks.evaluation.paired import compare_rows
+from fctune.tasks.evaluation.results import read_rows
 
 POLL_S = 0.2
 # Without chunked prefills: vLLM 0.32 on a CPU dies of a chunk of a request with a seed ("does not use offset").

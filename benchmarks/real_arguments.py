@@ -13,10 +13,10 @@ from typing import Any
 from benchmarks.real_measuring import NAMES
 from benchmarks.real_rows import Mixture
 from benchmarks.real_server import DEFAULT_OPTIONS, wait_until_free
+from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.cli.parser import report_interrupt
 from fctune.cli.serve import require_vllm
 from fctune.data.chosen_template import open_chosen_template
-from fctune.errors import CheckpointError, ConfigError, DataError
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SPARE_BYTES = 3 * 2**30

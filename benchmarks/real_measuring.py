@@ -13,23 +13,23 @@ from typing import Any, Literal
 from benchmarks.real_rows import in_share
 from benchmarks.real_server import link_with_template, serve
 from benchmarks.real_summary import read_answers
+from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import detect_format
 from fctune.cli.eval_options import find_suite
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import read_template_args
-from fctune.errors import ConfigError, DataError
-from fctune.evaluation.cases import Suite
-from fctune.evaluation.judging import Row
-from fctune.evaluation.results import ResultsFile, read_settings
-from fctune.evaluation.results import read_rows as read_results
-from fctune.evaluation.run import run_suite
-from fctune.evaluation.suites import load_suite
-from fctune.evaluation.summary import summarise_run
-from fctune.generation.endpoint import EndpointEngine
-from fctune.generation.engine import Engine
-from fctune.generation.http_client import RetryPolicy
+from fctune.engines.endpoint import EndpointEngine
+from fctune.engines.engine import Engine
+from fctune.engines.http_client import RetryPolicy
 from fctune.models.hub import digest_model
+from fctune.tasks.evaluation.cases import Suite
+from fctune.tasks.evaluation.judging import Row
+from fctune.tasks.evaluation.results import ResultsFile, read_settings
+from fctune.tasks.evaluation.results import read_rows as read_results
+from fctune.tasks.evaluation.run import run_suite
+from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.evaluation.summary import summarise_run
 
 CATEGORIES = (
     *("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance"),
@@ -139,7 +139,7 @@ def measure(subject: Subject, suites: Sequence[Suite], out: Path, arguments: arg
             with serve(served, arguments.vllm, arguments.vllm_options, arguments.port, log) as url:
                 _ask(suites, out, _connect(url, log.stem), None, measured, arguments)
         else:
-            from fctune.generation.in_process import InProcessEngine
+            from fctune.engines.in_process import InProcessEngine
 
             engine = InProcessEngine(
                 subject.model_dir,

@@ -47,18 +47,18 @@ from benchmarks.real_rows import (
     write_rows,
 )
 from benchmarks.real_summary import format_table, summarise
+from fctune.base.errors import CheckpointError, ConfigError, DataError, Interrupted
+from fctune.base.files import write_atomically
+from fctune.base.launcher_watch import stop_with_parent
 from fctune.cli.eval_options import find_suite
 from fctune.config.intervals import format_count
 from fctune.config.loading import load_config
 from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Conversation
-from fctune.errors import CheckpointError, ConfigError, DataError, Interrupted
-from fctune.evaluation.benchmarks.bfcl.single_turn import find_installed_data
-from fctune.evaluation.cases import Suite
-from fctune.evaluation.suites import load_suite
-from fctune.files import write_atomically
-from fctune.launcher_watch import stop_with_parent
 from fctune.runs.figures import flatten_config
+from fctune.tasks.benchmarks.bfcl.single_turn import find_installed_data
+from fctune.tasks.evaluation.cases import Suite
+from fctune.tasks.evaluation.suites import load_suite
 
 NUM_VALIDATION, NUM_TEST = 60, 120
 _ROOT = Path(__file__).resolve().parents[1]

@@ -25,8 +25,8 @@ from benchmarks.real_model import read_sources, run_fctune, train_once
 from benchmarks.real_rows import Mixture, mix_rows, write_rows
 from benchmarks.real_server import WHOLE_PROMPTS, serve
 from benchmarks.real_summary import format_table, summarise
-from fctune.errors import CheckpointError, ConfigError, DataError
-from fctune.files import write_atomically
+from fctune.base.errors import CheckpointError, ConfigError, DataError
+from fctune.base.files import write_atomically
 
 _ROOT = Path(__file__).resolve().parents[1]
 # Of 2,000 questions; none is Seal-Tools' own, which the model was trained on.

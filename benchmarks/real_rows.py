@@ -23,14 +23,14 @@ from benchmarks.real_requests import (
     take_tools_away,
 )
 from benchmarks.real_row_maker import RowMaker
+from fctune.base.errors import DataError
 from fctune.data.check import check_sources
 from fctune.data.check.overlap import OverlapIndex
 from fctune.data.check.similarity import WordHasher
 from fctune.data.conversation import Conversation, Message, Tool
 from fctune.data.sources import read_source
 from fctune.data.synthetic import iter_conversations
-from fctune.errors import DataError
-from fctune.evaluation.cases import Case
+from fctune.tasks.evaluation.cases import Case
 
 # Rows that call a held-out tool cannot be trained on, so held-out questions are those whose tools few others need.
 _MAX_ROWS_PER_TOOL = 2

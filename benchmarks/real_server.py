@@ -16,13 +16,13 @@ from typing import Any
 
 import httpx
 
+from fctune.base.errors import ConfigError
+from fctune.base.launcher_watch import stop_with_parent
 from fctune.calls.server_parsers import FILE_NAME as PARSERS_FILE
 from fctune.calls.server_parsers import write_server_parsers
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import TEMPLATE_ARGS_FILE, write_template_args
-from fctune.errors import ConfigError
-from fctune.launcher_watch import stop_with_parent
 
 # One process: a second one waits for the first by looking again and again, which costs a core half of its time.
 DEFAULT_OPTIONS = (

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.real_measuring import answers_dir
 from benchmarks.real_summary import format_table, read_answers, summarise
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 
 _MIN_CASES = 20
 _POLL_S = 0.5

@@ -46,13 +46,13 @@ from benchmarks.deep_models import FAMILIES, describe_layers, place_model
 from benchmarks.model_zoo import shrink
 from benchmarks.training import describe_machine
 from benchmarks.warm_python import WarmPython
-from fctune.acceptance.config import AcceptanceConfig
+from fctune.apps.acceptance.config import AcceptanceConfig
+from fctune.base.launcher_watch import stop_with_parent
 from fctune.config.loading import compose_config, load_config
 from fctune.config.schema import RunConfig
 from fctune.config.sections.rollouts import is_dialogue_source
 from fctune.config.shipped import list_shipped_configs
 from fctune.data.prepared_set import PreparedSet, open_prepared
-from fctune.launcher_watch import stop_with_parent
 from fctune.models.hub import parse_name
 from fctune.models.sources import find_public_config
 from fctune.training.callbacks.stop import STOPPED
@@ -91,7 +91,7 @@ INDUCTOR = {
 LONGEST = ("qwen2_5_72b_full", "qwen3_5_4b_lora", "gemma4_e4b_lora", "llama3_1_8b_grpo", "qwen3_30b_a3b_lora")
 # What all runs import.
 WARM_MODULES = (
-    *("fctune.cli", "fctune.launch.local_launcher", "torch.distributed.launcher.api", "fctune.training.entry"),
+    *("fctune.cli", "fctune.apps.launch.local_launcher", "torch.distributed.launcher.api", "fctune.training.entry"),
     *(
         "fctune.training.adapters",
         "fctune.training.preference",

@@ -36,12 +36,12 @@ from fctune.calls.formats.base import Parsed  # noqa: E402
 from fctune.calls.formats.registry import FORMATS  # noqa: E402
 from fctune.calls.tool_calls import read_tool_calls  # noqa: E402
 from fctune.data.conversation import Call  # noqa: E402
-from fctune.evaluation.benchmarks.bfcl.answer_key import AnswerKey  # noqa: E402
-from fctune.evaluation.benchmarks.bfcl.cases import MULTI_TURN, RELEVANCE, read_bfcl  # noqa: E402
-from fctune.evaluation.benchmarks.bfcl.checker import CallChecker  # noqa: E402
-from fctune.evaluation.benchmarks.bfcl.multi_turn import check_multi_turn, load_simulators  # noqa: E402
-from fctune.evaluation.benchmarks.bfcl.suite import BfclSuite  # noqa: E402
-from fctune.evaluation.score_file import score_file  # noqa: E402
+from fctune.tasks.benchmarks.bfcl.answer_key import AnswerKey  # noqa: E402
+from fctune.tasks.benchmarks.bfcl.cases import MULTI_TURN, RELEVANCE, read_bfcl  # noqa: E402
+from fctune.tasks.benchmarks.bfcl.checker import CallChecker  # noqa: E402
+from fctune.tasks.benchmarks.bfcl.multi_turn import check_multi_turn, load_simulators  # noqa: E402
+from fctune.tasks.benchmarks.bfcl.suite import BfclSuite  # noqa: E402
+from fctune.tasks.evaluation.score_file import score_file  # noqa: E402
 from tests.calls.bfcl_wheel import (  # noqa: E402
     PYTHON_CATEGORIES,
     SOURCE_CATEGORIES,
@@ -56,7 +56,7 @@ from tests.calls.bfcl_wheel import (  # noqa: E402
 )
 from tests.calls.mutations import invented_case, mutate, mutate_source, odd_arguments  # noqa: E402
 from tests.calls.turn_mutations import gold_turns, mutate_turns  # noqa: E402
-from tests.evaluation.official_prompt import is_same_reading, odd_answer  # noqa: E402
+from tests.tasks.evaluation.official_prompt import is_same_reading, odd_answer  # noqa: E402
 
 COPIES = 10
 Predictions = Sequence[tuple[Case, list[Call]]]

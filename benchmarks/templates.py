@@ -22,10 +22,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fctune.assets.tokenizer import train_tokenizer
+from fctune.base.errors import DataError
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.errors import DataError
 
 SPECIAL = re.compile(
     r"<[|｜][^<>\s]*?[|｜]>|</?s>|\[/?[A-Z_]{3,}\]|<eos>|<bos>|<end_of_turn>|<start_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>"

@@ -57,10 +57,10 @@ def _read_shipped(name: str) -> dict[str, Any]:
 
 def train(job: Job, recorder: Recorder) -> None:
     """Run the recipe's setup and loop, without the final save and exports."""
-    from fctune import distributed
+    from fctune.base import distributed
     from fctune.config.loading import parse_config
     from fctune.config.schema import RunConfig
-    from fctune.telemetry.sinks import JsonlSink, SinkGroup
+    from fctune.runs.sinks import JsonlSink, SinkGroup
     from fctune.training.entry import choose_start, open_run
     from fctune.training.host_memory import reuse_freed_memory
     from recipes.full_fc_distributed import FullFunctionCallingRecipe

@@ -54,7 +54,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fctune.launcher_watch import set_death_signal, stop_with_parent
+from fctune.base.launcher_watch import set_death_signal, stop_with_parent
 
 _LABEL = "WARM_PYTHON_LABEL"  # environment variable that a command and the processes it starts have in common
 _LARGEST = 1 << 20  # bytes of a request

@@ -4,7 +4,7 @@
 
 On two nodes with 8 GPUs, run this on each: ``--nnodes 2 --nproc_per_node 8 --config configs/acceptance_2x8_h100.yaml``.
 ``profile=quick`` selects a profile of the file. The result is ``<output_dir>/acceptance.json``;
-``fctune/acceptance/run.py`` runs the phases.
+``fctune/apps/acceptance/run.py`` runs the phases.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from fctune.acceptance.config import load_acceptance
-from fctune.acceptance.run import Acceptance
-from fctune.acceptance.table import ProgressPrinter
-from fctune.distributed import read_launcher_environment
-from fctune.errors import CheckpointError, ConfigError, DataError
+from fctune.apps.acceptance.config import load_acceptance
+from fctune.apps.acceptance.run import Acceptance
+from fctune.apps.acceptance.table import ProgressPrinter
+from fctune.base.distributed import read_launcher_environment
+from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.training.entry import read_command_line
 
 _USAGE = "tune run recipes/cluster_acceptance --config FILE [profile=NAME] [key=value ...]"

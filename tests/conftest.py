@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import recipes
-from fctune.evaluation.benchmarks.bfcl.cases import SIMULATORS
+from fctune.tasks.benchmarks.bfcl.cases import SIMULATORS
 
 # Importing recipes keeps the working directory off the import path of all children, as runs need it. Tests start
 # children in the repository's root that import from there.

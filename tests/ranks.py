@@ -98,7 +98,7 @@ def _run(
     be_rank(rank, world_size, port)
     import torch
 
-    from fctune.distributed import init_distributed, shutdown_distributed
+    from fctune.base.distributed import init_distributed, shutdown_distributed
 
     torch.set_num_threads(1)
     try:

@@ -22,12 +22,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fctune import distributed
 from fctune.assets.tokenizer import train_tokenizer
+from fctune.base import distributed
+from fctune.base.errors import ConfigError
 from fctune.config.loading import format_problems, parse_config
 from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic import iter_conversations
-from fctune.errors import ConfigError
 from fctune.models.export import export_merged
 from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.run_directory import RunDirectory

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fctune.base.json_reader import ParseError, decode_json
+from fctune.base.python_reader import PythonReader
 from fctune.data.conversation import Tool
 from fctune.data.tool_schema import TYPE_NAMES
-from fctune.parsing.json_reader import ParseError, decode_json
-from fctune.parsing.python_reader import PythonReader
 
 _ALL_TYPES = frozenset(("string", "integer", "number", "boolean", "array", "object", "null"))
 _STRING_ONLY = frozenset(("string",))

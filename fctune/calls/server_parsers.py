@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.base import SERVERS
 from fctune.calls.formats.registry import detect_format
 from fctune.calls.reasoning.base import ReasoningFormat
 from fctune.calls.reasoning.registry import detect_reasoning
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message
-from fctune.errors import ConfigError, DataError
 
 FILE_NAME = "server_parsers.json"
 _ANSWER = Conversation((Message("user", "Hi"), Message("assistant", "Hello there.")))

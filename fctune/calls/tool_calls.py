@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from fctune.base.json_reader import MAX_DEPTH, ParseError, decode_json, is_deeper_than, reads_like_python
 from fctune.calls.formats.base import Malformed, Parsed, with_decoded
 from fctune.data.conversation import Call
-from fctune.parsing.json_reader import MAX_DEPTH, ParseError, decode_json, is_deeper_than, reads_like_python
 
 # How the readers of JSON, of Python literals and of tagged arguments all word it.
 _DUPLICATE = re.compile(r"(?:^|: )duplicate (?:key|argument|parameter) ['\"]")

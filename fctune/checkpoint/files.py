@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fctune.files import checksum, flush
+from fctune.base.files import checksum, flush
 
 
 @dataclass(frozen=True, slots=True)

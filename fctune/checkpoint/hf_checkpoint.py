@@ -18,11 +18,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.errors import CheckpointError
 from fctune.checkpoint.files import FileRecord, read_tensor, record_file, write_json, write_tensors
 from fctune.checkpoint.tensors import named_trainable
 from fctune.config.sections.adapter import AdapterConfig
-from fctune.errors import CheckpointError
 from fctune.models.architecture import Architecture
 from fctune.models.base_weights import find_targets, load_, plan_base
 from fctune.models.causal_lm import CausalLM

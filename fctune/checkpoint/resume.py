@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
+from fctune.base.errors import CheckpointError
 from fctune.checkpoint.store import Checkpoint, CheckpointStore, newest_first, open_checkpoint, verify
-from fctune.distributed import World
-from fctune.errors import CheckpointError
 
 logger = logging.getLogger("fctune")
 

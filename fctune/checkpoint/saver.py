@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
 from fctune.checkpoint.fault_hooks import fire
 from fctune.checkpoint.files import FileRecord
 from fctune.checkpoint.staging import Stager
 from fctune.checkpoint.store import Checkpoint, CheckpointStore, Kind
-from fctune.distributed import World
 
 logger = logging.getLogger("fctune")
 

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from fctune.base.errors import CheckpointError
 from fctune.checkpoint.files import FileRecord, write_tensors
-from fctune.errors import CheckpointError
 
 
 class _ShardWriter(HuggingFaceStorageWriter):

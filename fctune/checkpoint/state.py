@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
+from fctune.base.errors import CheckpointError
 from fctune.checkpoint.fault_hooks import fire
 from fctune.checkpoint.files import FileRecord, read_tensor, write_json, write_tensors
 from fctune.checkpoint.hf_checkpoint import HFWeights, locate_tensors, write_files
@@ -30,8 +32,6 @@ from fctune.checkpoint.tensors import (
     set_lr_,
 )
 from fctune.checkpoint.timers import RunTimers
-from fctune.distributed import World
-from fctune.errors import CheckpointError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import copy_full_
 from fctune.parallel.sharding import GradientSync

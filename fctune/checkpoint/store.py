@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fctune.base.errors import CheckpointError
+from fctune.base.files import checksum, flush, write_atomically
 from fctune.checkpoint.fault_hooks import fire
 from fctune.checkpoint.files import FileRecord, record_file
-from fctune.errors import CheckpointError
-from fctune.files import checksum, flush, write_atomically
 
 Kind = Literal["sharded", "elastic"]
 

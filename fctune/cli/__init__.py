@@ -11,6 +11,9 @@ import sys
 from collections.abc import Sequence
 
 from fctune import __version__
+from fctune.base.errors import CheckpointError, ConfigError, DataError
+from fctune.base.launcher_watch import protect_imports
+from fctune.base.terminal import escape_controls
 from fctune.cli import (
     acceptance,
     chat,
@@ -32,9 +35,6 @@ from fctune.cli import (
 )
 from fctune.cli.parser import Parser, report_interrupt, resolve_config_arguments
 from fctune.config.loading import read_environment
-from fctune.errors import CheckpointError, ConfigError, DataError
-from fctune.launcher_watch import protect_imports
-from fctune.terminal import escape_controls
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from fctune.base.terminal import Terminal, print_full_width
 from fctune.cli.files import write_file
 from fctune.config.intervals import format_count
-from fctune.terminal import Terminal, print_full_width
 
 
 def add_commands(commands: Any) -> None:
@@ -32,20 +32,20 @@ def add_commands(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from fctune.acceptance.result import read_result
-    from fctune.acceptance.table import print_result
+    from fctune.apps.acceptance.result import read_result
+    from fctune.apps.acceptance.table import print_result
 
     result = read_result(arguments.result)
     print_result(Terminal(), result)
     if arguments.html is not None:
-        from fctune.report.acceptance_page import write_acceptance_html
+        from fctune.apps.report.acceptance_page import write_acceptance_html
 
         write_file(arguments.html, "--html", lambda: write_acceptance_html(result, arguments.html))
     return 0 if result["verdict"] == "PASS" else 1
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from fctune.acceptance.result import compare_results, read_result
+    from fctune.apps.acceptance.result import compare_results, read_result
 
     comparison = compare_results(read_result(arguments.old), read_result(arguments.new), arguments.tolerance)
     console = Terminal(soft_wrap=True, highlight=False)

@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fctune.base.errors import ConfigError, DataError
+from fctune.base.terminal import Terminal, escape_controls
 from fctune.cli.parser import add_template_args_argument
 from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
 from fctune.config.shipped import resolve_shipped_path
-from fctune.errors import ConfigError, DataError
-from fctune.generation.model_files import check_model_paths
-from fctune.terminal import Terminal, escape_controls
+from fctune.engines.model_files import check_model_paths
 
 if TYPE_CHECKING:
     from fctune.data.conversation import Call, Tool
-    from fctune.evaluation.chat import Chat, ChatStep
+    from fctune.tasks.evaluation.chat import Chat, ChatStep
 
 _HELP = """\
 /tools        list the tools      /reasoning  show what the model thought last
@@ -99,7 +99,7 @@ def _read_tools(given: list[str]) -> tuple[Tool, ...]:
     servers = [name for name in given if name.startswith(("http://", "https://"))]
     for name in given:
         if name in servers:
-            from fctune.generation.mcp_tools import choose_mcp_token, fetch_mcp_tools
+            from fctune.engines.mcp_tools import choose_mcp_token, fetch_mcp_tools
 
             pages = fetch_mcp_tools(name, choose_mcp_token(read_environment().get("FCTUNE_MCP_TOKEN"), name, servers))
             tools += read_tool_texts(pages, [name] * len(pages))
@@ -132,8 +132,8 @@ def _read_commands(given: list[str], known: set[str]) -> dict[str, list[str]]:
 def _open(arguments: argparse.Namespace, tools: tuple[Tool, ...]) -> Chat:
     from fctune.calls.formats.registry import get_format
     from fctune.cli.engines import find_files, open_engine
-    from fctune.evaluation.chat import Chat
-    from fctune.generation.engine import Sampling
+    from fctune.engines.engine import Sampling
+    from fctune.tasks.evaluation.chat import Chat
 
     engine, call_format = open_engine(
         arguments.model,
@@ -234,7 +234,7 @@ class _ChatTerminal:
 
     def _find_result(self, chat: Chat, call: Call) -> str | None:
         """Return a call's result: simulated, of its command, or as typed; None if the user gives none."""
-        from fctune.evaluation.chat import simulate_result
+        from fctune.tasks.evaluation.chat import simulate_result
 
         tool = next((tool for tool in chat.tools if tool.name == call.name), None)
         if self._simulates:
@@ -250,7 +250,7 @@ class _ChatTerminal:
         return None if typed is not None and typed.strip() == "/cancel" else typed
 
     def _execute(self, command: list[str], arguments: Mapping[str, Any]) -> str:
-        from fctune.evaluation.chat import run_tool
+        from fctune.tasks.evaluation.chat import run_tool
 
         result = run_tool(command, arguments, self._timeout_s)
         self._print(f"result: {result}", "dim")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 
 
 def add_commands(commands: Any) -> None:
@@ -27,11 +27,11 @@ def add_commands(commands: Any) -> None:
 def _clean(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
+    from fctune.base.terminal import Terminal, print_full_width
     from fctune.config.cache import cache_root
     from fctune.config.intervals import format_duration, parse_interval
     from fctune.config.loading import read_environment
     from fctune.runs.leftovers import find_leftovers
-    from fctune.terminal import Terminal, print_full_width
 
     age = parse_interval(_check_age(arguments.older_than)).seconds or 0.0
     for option, path in (("--runs", arguments.runs), ("--prepared", arguments.prepared)):

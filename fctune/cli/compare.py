@@ -17,14 +17,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.cli.files import write_file
 from fctune.cli.tables import format_gaps, format_rate, make_console, make_reasoning_table, make_table
-from fctune.errors import ConfigError, DataError
-from fctune.evaluation.benchmarks import Benchmark, Measured, find_benchmark_of_rows
-from fctune.evaluation.paired import Comparison, compare_rows
-from fctune.evaluation.published import is_published, read_published
-from fctune.evaluation.reasoning import summarise_reasoning
-from fctune.evaluation.results import Row, read_rows, read_settings
+from fctune.tasks.benchmarks import Benchmark, Measured, find_benchmark_of_rows
+from fctune.tasks.evaluation.paired import Comparison, compare_rows
+from fctune.tasks.evaluation.published import is_published, read_published
+from fctune.tasks.evaluation.reasoning import summarise_reasoning
+from fctune.tasks.evaluation.results import Row, read_rows, read_settings
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_html(arguments: argparse.Namespace) -> None:
     """Write the page of the comparison: accuracy by category before and after, and the failures after."""
-    from fctune.report.page import Page
-    from fctune.report.run_sections import add_accuracy
+    from fctune.apps.report.page import Page
+    from fctune.apps.report.run_sections import add_accuracy
     from fctune.runs.results import pair_results
 
     accuracy = pair_results(arguments.after, arguments.before)

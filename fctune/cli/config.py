@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.table import Table
 
+from fctune.base.errors import ConfigError
+from fctune.base.terminal import Terminal
 from fctune.cli.parser import add_config_arguments
 from fctune.config.composition import render_with_origins
 from fctune.config.loading import compose_config, find_config
@@ -20,9 +22,7 @@ from fctune.config.parsing import suggest
 from fctune.config.reference import json_schema
 from fctune.config.schema import RunConfig
 from fctune.config.shipped import find_shipped_config, list_shipped_configs, list_shipped_recipes
-from fctune.errors import ConfigError
 from fctune.models.run_config import load_run_config
-from fctune.terminal import Terminal
 
 
 def add_commands(commands: Any) -> None:

@@ -8,14 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError, Interrupted
+from fctune.base.terminal import Terminal
 from fctune.cli.data_rows import add_format_argument, add_row_commands, read_columns
 from fctune.cli.files import write_file
 from fctune.cli.parser import add_config_arguments, add_template_args_argument
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.data.sources.reader import list_files
-from fctune.errors import ConfigError, Interrupted
 from fctune.models.run_config import load_run_config, resolve_base
-from fctune.terminal import Terminal
 
 
 def add_commands(commands: Any) -> None:
@@ -160,7 +160,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_file(arguments.json, "--json", lambda: json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
     if arguments.html is not None:
-        from fctune.report.data_page import write_data_html
+        from fctune.apps.report.data_page import write_data_html
 
         write_file(arguments.html, "--html", lambda: write_data_html(report, arguments.html))
     return 0 if report.is_usable(arguments.on_invalid) else 1

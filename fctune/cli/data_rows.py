@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError, Interrupted
+from fctune.base.terminal import Terminal
 from fctune.cli.files import write_file
 from fctune.config.intervals import format_count
 from fctune.config.parsing import suggest
@@ -14,8 +16,6 @@ from fctune.data.check.warnings import WARNING_KINDS
 from fctune.data.sources.defects import DEFECT_KINDS
 from fctune.data.sources.reader import list_files
 from fctune.data.sources.row_formats.registry import ROW_FORMATS
-from fctune.errors import ConfigError, Interrupted
-from fctune.terminal import Terminal
 
 _NUM_TOOLS = 20  # that are shown
 
@@ -197,7 +197,13 @@ def _check_out(arguments: argparse.Namespace) -> None:
 
 
 def _make_cases(arguments: argparse.Namespace) -> int:
-    from fctune.evaluation.row_cases import RowCase, check_benchmark, describe_left_out, make_row_cases, split_cases
+    from fctune.tasks.evaluation.row_cases import (
+        RowCase,
+        check_benchmark,
+        describe_left_out,
+        make_row_cases,
+        split_cases,
+    )
 
     if not 0 < arguments.test_share < 1:
         raise ConfigError(f"--test-share {arguments.test_share:g}: expected more than 0 and less than 1.")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import detect_format
 from fctune.config.loading import read_environment
 from fctune.data.chosen_template import open_chosen_template
-from fctune.errors import ConfigError
-from fctune.generation.endpoint import EndpointEngine
-from fctune.generation.engine import Engine, Sampling
-from fctune.generation.http_client import RetryPolicy
-from fctune.generation.model_files import ModelFiles, check_model_paths, find_model, is_server
+from fctune.engines.endpoint import EndpointEngine
+from fctune.engines.engine import Engine, Sampling
+from fctune.engines.http_client import RetryPolicy
+from fctune.engines.model_files import ModelFiles, check_model_paths, find_model, is_server
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ def open_engine(
             model, served_model, key, concurrency, sampling, request, retry_policy, template_args, keeps_tokens
         )
         return engine, named
-    from fctune.generation.in_process import InProcessEngine
+    from fctune.engines.in_process import InProcessEngine
 
     in_process = InProcessEngine(
         *files,

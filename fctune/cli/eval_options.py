@@ -16,15 +16,15 @@ from typing import Any
 
 import yaml
 
+from fctune.base.errors import CheckpointError, ConfigError, DataError
+from fctune.base.terminal import escape_controls
 from fctune.cli.parser import Parser, add_template_args_argument, report_interrupt
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.loading import read_environment
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.config.yaml_text import parse_yaml
-from fctune.errors import CheckpointError, ConfigError, DataError
-from fctune.evaluation.benchmarks import find_benchmarks, find_suite_files
-from fctune.generation.model_files import check_model_paths
-from fctune.terminal import escape_controls
+from fctune.engines.model_files import check_model_paths
+from fctune.tasks.benchmarks import find_benchmarks, find_suite_files
 
 _SERVERS = ("vllm", "sglang")
 

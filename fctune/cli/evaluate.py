@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from fctune.base.errors import CheckpointError, ConfigError, DataError
+from fctune.base.terminal import escape_controls
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import FORMATS, get_format
 from fctune.cli import engines
@@ -38,20 +40,18 @@ from fctune.cli.tables import (
 )
 from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
-from fctune.errors import CheckpointError, ConfigError, DataError
-from fctune.evaluation.cases import Suite
-from fctune.evaluation.leaks import find_leaks
-from fctune.evaluation.proposals import write_proposals
-from fctune.evaluation.results import ResultsFile, Row
-from fctune.evaluation.suites import benchmark_of, load_suite
-from fctune.evaluation.summary import summarise_run
-from fctune.generation.engine import Engine, Sampling
-from fctune.generation.http_client import RetryPolicy
-from fctune.generation.model_files import ModelFiles, is_server
-from fctune.terminal import escape_controls
+from fctune.engines.engine import Engine, Sampling
+from fctune.engines.http_client import RetryPolicy
+from fctune.engines.model_files import ModelFiles, is_server
+from fctune.tasks.evaluation.cases import Suite
+from fctune.tasks.evaluation.leaks import find_leaks
+from fctune.tasks.evaluation.proposals import write_proposals
+from fctune.tasks.evaluation.results import ResultsFile, Row
+from fctune.tasks.evaluation.suites import benchmark_of, load_suite
+from fctune.tasks.evaluation.summary import summarise_run
 
 if TYPE_CHECKING:
-    from fctune.distributed import World
+    from fctune.base.distributed import World
 
 T = TypeVar("T")
 _NUM_SHOWN = 5
@@ -76,7 +76,7 @@ def run_in_world(work: Callable[[World | None], int]) -> int:
             print(escape_controls(str(error)), file=sys.stderr)
         return 2
     if world is not None:
-        from fctune.distributed import shutdown_distributed
+        from fctune.base.distributed import shutdown_distributed
 
         shutdown_distributed()
     return code
@@ -86,7 +86,7 @@ def _join_world() -> World | None:
     """Join the process group of torchrun; None if this is the only process."""
     if int(read_environment().get("WORLD_SIZE", "1")) == 1:
         return None
-    from fctune.distributed import init_distributed
+    from fctune.base.distributed import init_distributed
 
     return init_distributed()
 
@@ -125,7 +125,7 @@ def _has_leaks(arguments: argparse.Namespace, suite: Suite, world: World | None)
     """
     if world is None:
         return _report_leaks(arguments, suite)
-    from fctune.distributed import run_on_rank_0
+    from fctune.base.distributed import run_on_rank_0
 
     return run_on_rank_0(lambda: _report_leaks(arguments, suite))
 
@@ -162,7 +162,7 @@ def ask(
     rank, world_size = (world.rank, world.world_size) if world else (0, 1)
     results = ResultsFile(arguments.out or default_out(arguments, f"{suite.name}.jsonl"), rank, world_size)
     # torch is imported below; paths and names are checked by now.
-    from fctune.evaluation.run import describe_run, run_suite
+    from fctune.tasks.evaluation.run import describe_run, run_suite
 
     engine, call_format = open_engine(arguments, files, named, world)
     console = make_console()
@@ -250,7 +250,7 @@ def _on_every_rank(world: World | None, action: Callable[[], T]) -> T:
     """Run ``action`` and return its result once it has succeeded on every rank."""
     if world is None:
         return action()
-    from fctune.distributed import run_on_all_ranks
+    from fctune.base.distributed import run_on_all_ranks
 
     return run_on_all_ranks(action)
 
@@ -265,7 +265,7 @@ def _write_exports(
     arguments: argparse.Namespace, console: Console, suite: Suite, rows: list[Row], summary: dict[str, Any]
 ) -> None:
     if arguments.html is not None:
-        from fctune.report.eval_page import write_eval_html
+        from fctune.apps.report.eval_page import write_eval_html
 
         _write("--html", arguments.html, lambda path: write_eval_html(summary, rows, path))
         console.print(f"page: {arguments.html}", soft_wrap=True)

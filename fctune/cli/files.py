@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 
 
 def write_file(path: Path, option: str, make: Callable[[], str | None]) -> None:

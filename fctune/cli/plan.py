@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigProblems
+from fctune.base.terminal import Terminal
 from fctune.cli.parser import add_config_arguments
 from fctune.cli.quick_imports import stand_in_for_slow_imports
-from fctune.errors import ConfigProblems
 from fctune.models.run_config import load_run_config
-from fctune.terminal import Terminal
 
 
 def add_commands(commands: Any) -> None:
@@ -48,7 +48,7 @@ def add_commands(commands: Any) -> None:
         help="price of a GPU-hour, in the config's currency; default: the config's, else the list price",
     )
     plan.add_argument(
-        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/planner/prices.yaml"
+        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/apps/plan/prices.yaml"
     )
     plan.add_argument(
         "--shared-gib", type=float, default=2000.0, metavar="X", help="size of the shared disk; default: %(default)s"
@@ -97,9 +97,9 @@ def add_commands(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from fctune.gpus import GPUS, find_gpu
-    from fctune.planner.plan_request import PlanRequest
-    from fctune.planner.prices import Prices, read_prices
+    from fctune.apps.plan.plan_request import PlanRequest
+    from fctune.apps.plan.prices import Prices, read_prices
+    from fctune.base.gpus import GPUS, find_gpu
 
     options = {
         "--gpu-memory-gib": arguments.gpu_memory_gib,
@@ -145,7 +145,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.is_own_process:
         gc.disable()
         stand_in_for_slow_imports()
-    from fctune.planner.plan import make_plan  # imports torch, which takes seconds
+    from fctune.apps.plan.plan import make_plan  # imports torch, which takes seconds
 
     plan = make_plan(config, request)
     if arguments.is_own_process:
@@ -153,7 +153,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_replace_infinity(plan.to_json()), indent=2))
     else:
-        from fctune.planner.table import print_plan
+        from fctune.apps.plan.table import print_plan
 
         print_plan(Terminal(), plan)
     return 0 if plan.fits else 1

@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fctune.base.errors import ConfigError
+from fctune.base.files import write_atomically
+from fctune.base.terminal import escape_controls
 from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
-from fctune.errors import ConfigError
-from fctune.files import write_atomically
-from fctune.terminal import escape_controls
 
 if TYPE_CHECKING:
-    from fctune.launch.hub import Upload
+    from fctune.apps.launch.hub import Upload
     from fctune.runs.record import RunRecord
 
 _NUM_SKIPPED_SHOWN = 10
@@ -41,8 +41,8 @@ def add_commands(commands: Any) -> None:
 
 
 def _push(arguments: argparse.Namespace) -> int:
-    from fctune.launch.hub import find_export, find_local_base, find_visibility, plan_upload, push
-    from fctune.report.model_card import FILE_NAME, WRITTEN_BY, make_model_card
+    from fctune.apps.launch.hub import find_export, find_local_base, find_visibility, plan_upload, push
+    from fctune.apps.report.model_card import FILE_NAME, WRITTEN_BY, make_model_card
     from fctune.runs.results import find_accuracies
 
     _require_repository_name(arguments.name)

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from fctune.apps.sweep.spec import SweepConfig
 from fctune.cli import make_parser
 from fctune.config.reference import render_config_reference, render_sections
-from fctune.sweep.spec import SweepConfig
-from fctune.telemetry.names import METRICS
+from fctune.runs.names import METRICS
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def render_sweep_reference() -> str:
         "",
         "Every key of the file that [`fctune sweep`](../sweeps.md) reads.",
         "",
-        "Generated from `fctune/sweep/spec.py` by `make reference`.",
+        "Generated from `fctune/apps/sweep/spec.py` by `make reference`.",
         *render_sections(SweepConfig),
     ]
     return "\n".join(lines) + "\n"
@@ -47,7 +47,7 @@ def render_metric_reference() -> str:
         "",
         "Metrics of a run, as `metrics.jsonl`, W&B and TensorBoard name them, with their Prometheus names.",
         "",
-        "Generated from `fctune/telemetry/names.py` by `make reference`.",
+        "Generated from `fctune/runs/names.py` by `make reference`.",
         "",
         "| metric | unit | meaning | counted over | Prometheus |",
         "|---|---|---|---|---|",

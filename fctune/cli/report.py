@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError
+from fctune.base.terminal import Terminal
 from fctune.cli.files import write_file
 from fctune.config.intervals import format_count
-from fctune.errors import ConfigError
-from fctune.terminal import Terminal
 
 _STYLES = {"PASS": "green", "FAIL": "red"}
 
@@ -40,7 +40,7 @@ def add_commands(commands: Any) -> None:
         help="price of a GPU-hour, in the config's currency; default: the run's config, else the list price",
     )
     report.add_argument(
-        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/planner/prices.yaml"
+        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/apps/plan/prices.yaml"
     )
     report.add_argument(
         "--network-gib",
@@ -56,13 +56,13 @@ def add_commands(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from fctune.evaluation.published import read_published
-    from fctune.planner.prices import read_prices
-    from fctune.report.run_page import write_run_html
+    from fctune.apps.plan.prices import read_prices
+    from fctune.apps.report.run_page import write_run_html
     from fctune.runs.figures import Pricing
     from fctune.runs.record import read_run
     from fctune.runs.results import find_accuracies, pair_results
     from fctune.runs.success import format_criteria, is_success, judge_run
+    from fctune.tasks.evaluation.published import read_published
 
     if (arguments.after or arguments.before) and len(arguments.runs) > 1:
         raise ConfigError("--after, --before: only for a single run; the results of several are found automatically.")

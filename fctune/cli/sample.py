@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError
 from fctune.cli.eval_options import add_case_and_engine_options, find_suite
 from fctune.cli.files import write_file
 from fctune.config.intervals import format_count
 from fctune.config.parsing import apply_override
-from fctune.errors import ConfigError
 
 _SUMMARY = "Ask each case several times, judge the answers, and write rows and pairs to train on."
 _KEEPS = ("best", "shortest", "diverse", "random")
@@ -90,9 +90,9 @@ def _check(arguments: argparse.Namespace) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     from fctune.cli import evaluate
-    from fctune.evaluation.row_cases import check_benchmark
-    from fctune.evaluation.suites import benchmark_of
-    from fctune.sampling.rewards import BINARY, check_reward
+    from fctune.tasks.evaluation.row_cases import check_benchmark
+    from fctune.tasks.evaluation.suites import benchmark_of
+    from fctune.tasks.sampling.rewards import BINARY, check_reward
 
     arguments.reward = arguments.reward or dict(BINARY)
     check_reward(arguments.reward, "--reward")
@@ -111,9 +111,9 @@ def _sample(arguments: argparse.Namespace, suite: Any, world: Any) -> None:
 
     from fctune.cli import evaluate
     from fctune.cli.tables import make_console
-    from fctune.evaluation.results import ResultsFile
-    from fctune.evaluation.suites import benchmark_of
-    from fctune.sampling.run import Budget, sample_suite, summarise_samples
+    from fctune.tasks.evaluation.results import ResultsFile
+    from fctune.tasks.evaluation.suites import benchmark_of
+    from fctune.tasks.sampling.run import Budget, sample_suite, summarise_samples
 
     named, files = evaluate.check_model(arguments, world)
     out = arguments.out or evaluate.default_out(arguments, suite.name, "sample")
@@ -122,8 +122,8 @@ def _sample(arguments: argparse.Namespace, suite: Any, world: Any) -> None:
     engine, call_format = evaluate.open_engine(arguments, files, named, world, arguments.keep_tokens)
     if arguments.tokenizer is not None:
         from fctune.data.chat_template import ChatTemplate
-        from fctune.generation.endpoint import EndpointEngine
-        from fctune.generation.token_check import check_server_tokens
+        from fctune.engines.endpoint import EndpointEngine
+        from fctune.engines.token_check import check_server_tokens
         from fctune.models.hub import resolve_model_dir
 
         assert isinstance(engine, EndpointEngine)
@@ -156,7 +156,7 @@ def _sample(arguments: argparse.Namespace, suite: Any, world: Any) -> None:
     results.write_summary(summary)
     _print_summary(console, summary, out)
     if arguments.html is not None:
-        from fctune.report.sample_page import write_sample_html
+        from fctune.apps.report.sample_page import write_sample_html
 
         write_file(arguments.html, "--html", lambda: write_sample_html(summary, suite, rows, arguments.html))
         console.print(f"page: {arguments.html}", soft_wrap=True)
@@ -164,8 +164,8 @@ def _sample(arguments: argparse.Namespace, suite: Any, world: Any) -> None:
 
 def _write_rows(arguments: argparse.Namespace, suite: Any, rows: Sequence[Any], out: Path) -> dict[str, int]:
     """Write ``sft.jsonl`` and ``pairs.jsonl``; returns the number of rows in each."""
-    from fctune.evaluation.suites import benchmark_of
-    from fctune.sampling.selection import group_by_case, iter_selected, select_pairs, select_rows
+    from fctune.tasks.evaluation.suites import benchmark_of
+    from fctune.tasks.sampling.selection import group_by_case, iter_selected, select_pairs, select_rows
 
     groups, benchmark = group_by_case(rows), benchmark_of(suite)
     chosen = list(
@@ -194,8 +194,8 @@ def _write_lines(path: Path, rows: Sequence[Any]) -> None:
 
 
 def _print_summary(console: Any, summary: dict[str, Any], out: Path) -> None:
+    from fctune.apps.report.eval_page import format_bounds
     from fctune.cli.tables import make_table, print_not_run
-    from fctune.report.eval_page import format_bounds
 
     ks = [estimate["k"] for estimate in next(iter(summary["pass_rates"].values()), [])]
     answers, cases = format_count(summary["num_answers"], "answer"), format_count(summary["num_cases"], "case")

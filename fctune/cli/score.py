@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.config.intervals import format_count
-from fctune.evaluation.benchmarks import find_benchmarks
+from fctune.tasks.benchmarks import find_benchmarks
 
 if TYPE_CHECKING:
-    from fctune.evaluation.cases import Suite
+    from fctune.tasks.evaluation.cases import Suite
 
 _NUM_SHOWN = 5
 
@@ -48,13 +48,13 @@ def _score_benchmark(arguments: argparse.Namespace) -> int:
 
 
 def _score_calls(arguments: argparse.Namespace) -> int:
-    from fctune.evaluation.cases import Suite, read_cases
+    from fctune.tasks.evaluation.cases import Suite, read_cases
 
     return _score(arguments, Suite(Path(arguments.cases).stem, tuple(read_cases(arguments.cases))))
 
 
 def _score(arguments: argparse.Namespace, suite: Suite) -> int:
-    from fctune.evaluation.score_file import score_file
+    from fctune.tasks.evaluation.score_file import score_file
 
     # Judging makes no reference cycles, and looking for them takes a sixth of its time.
     gc.set_threshold(100_000)

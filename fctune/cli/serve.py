@@ -8,9 +8,9 @@ import subprocess
 import sys
 from typing import Any
 
+from fctune.base.errors import ConfigError
+from fctune.base.terminal import escape_controls
 from fctune.cli.parser import add_template_args_argument
-from fctune.errors import ConfigError
-from fctune.terminal import escape_controls
 
 
 def add_commands(commands: Any) -> None:
@@ -33,8 +33,8 @@ def add_commands(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from fctune.launch.server_agreement import find_host, require_agreement
-    from fctune.launch.serving import RUN_TIME_ADAPTERS, server_options
+    from fctune.apps.launch.server_agreement import find_host, require_agreement
+    from fctune.apps.launch.serving import RUN_TIME_ADAPTERS, server_options
 
     if not 1 <= arguments.port <= 65535:
         raise ConfigError(f"--port {arguments.port}: expected 1 to 65535.")
@@ -57,7 +57,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.print_only:
         return 0
     require_vllm(arguments.python)
-    from fctune.launch.server_process import ServerEndedError, run_server
+    from fctune.apps.launch.server_process import ServerEndedError, run_server
 
     host = find_host(further)
     url = f"http://{host}:{arguments.port}/v1"

@@ -18,6 +18,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.base import SERVERS
 from fctune.calls.formats.registry import detect_format, get_format
 from fctune.calls.reasoning.registry import detect_reasoning
@@ -29,12 +30,11 @@ from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Conversation, Message
-from fctune.errors import ConfigError, DataError
-from fctune.evaluation.cases import Suite
-from fctune.evaluation.results import Row, read_rows
-from fctune.evaluation.serving import Served, parse_as_served
-from fctune.evaluation.summary import summarise_run
-from fctune.generation.model_files import find_model
+from fctune.engines.model_files import find_model
+from fctune.tasks.evaluation.cases import Suite
+from fctune.tasks.evaluation.results import Row, read_rows
+from fctune.tasks.evaluation.serving import Served, parse_as_served
+from fctune.tasks.evaluation.summary import summarise_run
 
 _GREETING = Conversation((Message("user", "Hello"),))
 

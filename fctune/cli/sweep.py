@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from fctune.base.errors import Interrupted
+from fctune.base.terminal import Terminal, print_full_width
 from fctune.cli.parser import add_allow_component_argument
 from fctune.config.intervals import format_count
-from fctune.errors import Interrupted
-from fctune.terminal import Terminal, print_full_width
 
 if TYPE_CHECKING:
-    from fctune.sweep.outputs import Row
-    from fctune.sweep.study import Study
+    from fctune.apps.sweep.outputs import Row
+    from fctune.apps.sweep.study import Study
 
 
 def add_commands(commands: Any) -> None:
@@ -37,11 +37,11 @@ def add_commands(commands: Any) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from fctune.sweep.driver import SweepDriver, check_before_start, plan
-    from fctune.sweep.launchers import make_launcher
-    from fctune.sweep.outputs import find_best, write_outputs
-    from fctune.sweep.spec import load_sweep
-    from fctune.sweep.study import Study
+    from fctune.apps.sweep.driver import SweepDriver, check_before_start, plan
+    from fctune.apps.sweep.launchers import make_launcher
+    from fctune.apps.sweep.outputs import find_best, write_outputs
+    from fctune.apps.sweep.spec import load_sweep
+    from fctune.apps.sweep.study import Study
 
     sweep = load_sweep(arguments.sweep)
     study = Study(sweep, sweep.spec.launcher.remote_dir)
@@ -80,7 +80,7 @@ def _show(line: str) -> None:
 
 
 def _print_plan(study: Study) -> None:
-    from fctune.sweep.sampling import describe_settings
+    from fctune.apps.sweep.sampling import describe_settings
 
     spec = study.sweep.spec
     num_runs = spec.num_runs or len(study.runs)
@@ -92,9 +92,9 @@ def _print_plan(study: Study) -> None:
 
 
 def _print_rows(study: Study, rows: list[Row]) -> None:
-    from fctune.report.run_text import format_seconds
-    from fctune.sweep.outputs import list_keys
-    from fctune.sweep.sampling import short_names
+    from fctune.apps.report.run_text import format_seconds
+    from fctune.apps.sweep.outputs import list_keys
+    from fctune.apps.sweep.sampling import short_names
 
     table = Table(box=None, pad_edge=False)
     keys = list_keys(study)

@@ -13,8 +13,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from fctune.base.terminal import Terminal
 from fctune.calls.metrics import wilson_interval
-from fctune.terminal import Terminal
 
 _PIPE_WIDTH = 160
 _UNLIMITED = 1000

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fctune.base.errors import ConfigError
 from fctune.cli import evaluate
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.cli.files import write_file
@@ -23,12 +24,11 @@ from fctune.cli.tables import make_console, make_table
 from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
 from fctune.data.conversation import Conversation
-from fctune.errors import ConfigError
-from fctune.generation.endpoint import EndpointEngine
-from fctune.generation.model_files import find_model, is_server
+from fctune.engines.endpoint import EndpointEngine
+from fctune.engines.model_files import find_model, is_server
 
 if TYPE_CHECKING:
-    from fctune.evaluation.throughput import Speed
+    from fctune.tasks.evaluation.throughput import Speed
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--rounds and --new-tokens: expected 1 or more.")
     prompts = _prompts(arguments)
     named = [(model, width) for model in arguments.model for width in arguments.widths]
-    from fctune.evaluation.throughput import measure_rounds
+    from fctune.tasks.evaluation.throughput import measure_rounds
 
     measures = [measure for model in arguments.model for measure in _make_measures(arguments, model, prompts)]
     console = make_console()
@@ -60,8 +60,8 @@ def _prompts(arguments: argparse.Namespace) -> list[Conversation]:
 
 
 def _make_measures(arguments: argparse.Namespace, model: str, prompts: list[Conversation]) -> list[Callable[[], Speed]]:
-    from fctune.evaluation.throughput import measure_endpoint, measure_in_process
-    from fctune.generation.in_process import InProcessEngine
+    from fctune.engines.in_process import InProcessEngine
+    from fctune.tasks.evaluation.throughput import measure_endpoint, measure_in_process
 
     if is_server(model):
         server = EndpointEngine(model, arguments.served_model, read_environment().get("FCTUNE_API_KEY") or None)

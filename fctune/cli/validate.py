@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
+from fctune.base.errors import ConfigError
 from fctune.cli import evaluate
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.cli.files import write_file
 from fctune.cli.tables import make_console
-from fctune.errors import ConfigError
-from fctune.generation.model_files import ModelFiles, find_model
+from fctune.engines.model_files import ModelFiles, find_model
 
 if TYPE_CHECKING:
-    from fctune.evaluation.validation import Check
+    from fctune.tasks.evaluation.validation import Check
 
 _MARKS = {"ok": "[green]ok[/]     ", "failed": "[bold red]failed[/] ", "skipped": "[dim]skipped[/]"}
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     eval_arguments = parse_eval_arguments(["--model", str(model_dir), "--suite", arguments.suite, *options])
     suite = None if arguments.no_calls else evaluate.open_suite(eval_arguments)
     # torch is imported here; paths and names are checked by now.
-    from fctune.evaluation.validation import Validator
+    from fctune.tasks.evaluation.validation import Validator
 
     validator = Validator(model_dir, like, arguments.format, suite, arguments.max_kl, arguments.max_new_tokens)
     console = make_console()

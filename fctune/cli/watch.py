@@ -6,8 +6,8 @@ import argparse
 import time
 from typing import Any
 
-from fctune.errors import ConfigError
-from fctune.terminal import Terminal
+from fctune.base.errors import ConfigError
+from fctune.base.terminal import Terminal
 
 
 def add_commands(commands: Any) -> None:
@@ -24,7 +24,7 @@ def add_commands(commands: Any) -> None:
 def _watch(arguments: argparse.Namespace) -> int:
     from rich.live import Live
 
-    from fctune.report.run_terminal import render_run
+    from fctune.apps.report.run_terminal import render_run
     from fctune.runs.record import read_run
     from fctune.runs.results import find_accuracies
     from fctune.runs.success import judge_run

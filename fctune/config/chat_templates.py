@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fctune.base.errors import ConfigError
 from fctune.config.parsing import suggest
-from fctune.errors import ConfigError
 
 _FOLDER = Path(__file__).resolve().parents[1] / "data" / "templates"
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError
 from fctune.config.fields import Range
 from fctune.config.parsing import shorten, suggest
-from fctune.errors import ConfigError
 
 _OPTIMIZERS = "torch.optim"
 _ALLOWED = (_OPTIMIZERS, "torchao.optim", "torchtune", "bitsandbytes")

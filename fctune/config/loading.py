@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from fctune.base.errors import ConfigError
 from fctune.config.composition import EXTENDS, Composition
 from fctune.config.intervals import format_count
 from fctune.config.key_hints import find_key
@@ -17,7 +18,6 @@ from fctune.config.parsing import parse_dataclass, shorten
 from fctune.config.schema import RunConfig
 from fctune.config.shipped import find_shipped_config, list_shipped_configs, resolve_shipped_path
 from fctune.config.yaml_text import MAX_CHARS, parse_yaml
-from fctune.errors import ConfigError
 
 _MAX_PROBLEMS = 100  # in a report
 _MAX_PROBLEM_CHARS = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 
 
 def find_address_problem(url: str, name: str) -> str | None:

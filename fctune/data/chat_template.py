@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.parsing import suggest_hub_name
 from fctune.data.bounded_process import LimitError, prepare_processes
@@ -24,7 +25,6 @@ from fctune.data.template_args import merge_template_args, read_template_args
 from fctune.data.token_offsets import OffsetTokenizer
 from fctune.data.tracing import IN_CONTENT, IN_LAST_CONTENT, TracedTemplate, read_own_templates
 from fctune.data.turns import TurnEnd, TurnPlanner
-from fctune.errors import ConfigError, DataError
 
 
 class MissingTemplateError(ConfigError):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fctune.base.errors import ConfigError
 from fctune.config.chat_templates import read_chat_template
 from fctune.config.sections.model import ModelConfig
-from fctune.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

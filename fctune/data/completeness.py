@@ -13,10 +13,10 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from fctune.base.errors import DataError
 from fctune.data.conversation import Call, Conversation
 from fctune.data.structure import describe_structure, mark_parts
 from fctune.data.tracing import TracedTemplate
-from fctune.errors import DataError
 
 _MAX_STRUCTURES = 20_000
 _END_OF_REASONING = "</think>"  # templates drop the reasoning of earlier turns, as they do when the model answers

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from fctune.base.errors import DataError
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.value_bytes import dump_value
-from fctune.errors import DataError
 
 # Hidden characters are shifted one for one, so offsets in a rendering stay valid: ASCII to rare ideographs, which
 # Python's repr and JSON print as they are, other characters to the private-use plane 15.

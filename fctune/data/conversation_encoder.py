@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from fctune.base.errors import DataError
 from fctune.data.bounded_process import LimitError
 from fctune.data.completeness import CompletenessCheck
 from fctune.data.control_tokens import ControlTokens, restore_hidden
@@ -18,7 +19,6 @@ from fctune.data.supervision import Rendering, SampleRenderer, SupervisionConfig
 from fctune.data.token_offsets import OffsetTokenizer, TokenOffsets
 from fctune.data.tracing import TracedTemplate
 from fctune.data.turns import TurnPlanner
-from fctune.errors import DataError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,6 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import DataError
+from fctune.base.files import open_atomically
+from fctune.base.json_reader import MAX_DEPTH, is_deeper_than
 from fctune.config.intervals import format_count
 from fctune.data.call_ids import find_answered
 from fctune.data.check.similarity import SimilarityIndex, WordHasher
@@ -24,9 +27,6 @@ from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.sources import NOTE_KINDS, Defect, ParsedRow, RowReader, UnreadRow, scan_source
 from fctune.data.sources.columns import Columns
 from fctune.data.sources.row_formats.registry import list_columns
-from fctune.errors import DataError
-from fctune.files import open_atomically
-from fctune.parsing.json_reader import MAX_DEPTH, is_deeper_than
 
 CHANGE_KINDS: dict[str, str] = {
     "arguments_rewritten": "calls whose arguments were an object, or are spelled differently",

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
 from fctune.config.sections.data import DataConfig
 from fctune.data.bounded_process import BoundedProcess, LimitError, ProcessDiedError, prepare_processes
@@ -42,7 +43,6 @@ from fctune.data.sources import (
     scan_source,
 )
 from fctune.data.supervision import SupervisionConfig
-from fctune.errors import DataError
 
 _CHUNK_ROWS = 64  # rows sent to a process at a time
 _MAX_PENDING = 3  # chunks in flight per process, which bounds memory

@@ -11,11 +11,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from fctune.base.files import write_atomically
 from fctune.config.sections.data import DataConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.sources.reader import list_files
 from fctune.data.template_args import TEMPLATE_ARGS_FILE
-from fctune.files import write_atomically
 
 # Part of every fingerprint: raise it when the meaning of the files or the encoding of rows changes.
 _VERSION = 5

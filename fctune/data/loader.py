@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fctune.base.errors import DataError
 from fctune.data.prepared_set import PreparedSet, Split
-from fctune.errors import DataError
 
 IGNORE = -100  # label of an unsupervised position
 

@@ -14,6 +14,7 @@ from array import array
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fctune.base.errors import DataError
 from fctune.data.conversation import Conversation, Message
 from fctune.data.conversation_encoder import ConversationEncoder, Encoded
 from fctune.data.sources import Defect, UnreadRow
@@ -23,7 +24,6 @@ from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.reader import decode_row
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.sources.row_formats.registry import read_row
-from fctune.errors import DataError
 
 # Pass this to ``scan_source``: no format of conversations would be detected in a pair.
 PAIRS_FORMAT = "openai"

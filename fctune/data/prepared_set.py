@@ -19,6 +19,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fctune.base.errors import DataError
+from fctune.base.files import mark_in_use, staged_directory
 from fctune.config.intervals import format_count, format_share, parse_share
 from fctune.config.schema import RunConfig
 from fctune.config.sections.data import DataConfig
@@ -26,8 +28,6 @@ from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.encoding import Counts, SourceRows, encode_sources
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.packing import pack_best_fit
-from fctune.errors import DataError
-from fctune.files import mark_in_use, staged_directory
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")

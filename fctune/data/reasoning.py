@@ -6,9 +6,9 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tracing import IN_CONTENT, TracedTemplate
-from fctune.errors import ConfigError, DataError
 
 ReasoningMode = Literal["keep", "keep_printed", "in_content", "drop"]
 ThinkingMode = Literal["auto", "rows", "config"]

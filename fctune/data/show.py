@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
+from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
@@ -16,7 +17,6 @@ from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, has_reasoning_rows, read_source
 from fctune.data.sources.columns import Columns
 from fctune.data.supervision import SupervisionConfig
-from fctune.errors import DataError
 
 _OPEN, _CLOSE = "⟦", "⟧"
 

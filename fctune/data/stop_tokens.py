@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tracing import TracedTemplate
 from fctune.data.turns import TurnEnd
-from fctune.errors import ConfigError, DataError
 
 _TOOL = Tool({"name": "probe", "description": "A probe.", "parameters": {"type": "object", "properties": {}}})
 _ASK = Message("user", "Hi")

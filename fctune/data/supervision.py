@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fctune.base.errors import DataError
 from fctune.data.completeness import REASONING, CompletenessCheck, Missing, describe_missing, find_unescaped
 from fctune.data.conversation import Conversation, Message
 from fctune.data.reasoning import ReasoningMode, ThinkingMode
 from fctune.data.tracing import Span, TracedTemplate
 from fctune.data.turns import Sample, TurnPlanner
-from fctune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "calls"]
 TrainReasoning = Literal["all", "last", "none"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.model import find_template_args_problems
-from fctune.errors import ConfigError
 
 TEMPLATE_ARGS_FILE = "chat_template_kwargs.json"
 

@@ -11,9 +11,9 @@ from typing import AnyStr, Generic
 
 import tokenizers
 
+from fctune.base.errors import DataError
 from fctune.data.control_tokens import has_hidden, restore_hidden
 from fctune.data.line_breaks import BETWEEN_OBJECTS, split_between_objects, splits_between_objects
-from fctune.errors import DataError
 
 # Byte-level vocabularies spell a printable byte as itself and the others with the characters after 255.
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))

@@ -21,11 +21,11 @@ from typing import Any, ParamSpec, TypeVar
 import jinja2
 from jinja2 import meta, nodes
 
+from fctune.base.errors import DataError
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.data.bounded_process import BoundedProcess, LimitError, ProcessDiedError, is_bounded, run_limited
 from fctune.data.call_ids import write_names_into_ids
 from fctune.data.conversation import Conversation, Tool
-from fctune.errors import DataError
 
 _MAX_TOOLS = 2_000  # of which the printed JSON is kept
 # A rendering has at most so many characters, or so many times those of its row: tokenising costs memory too.

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fctune.base.errors import DataError
 from fctune.data.conversation import Conversation, Message
 from fctune.data.structure import describe_structure, mark_parts
 from fctune.data.tracing import Span, TracedTemplate
-from fctune.errors import DataError
 
 _MAX_PLANS = 20_000
 

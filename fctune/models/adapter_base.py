@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.hub import parse_name
 
 FILE_NAME = "adapter_config.json"

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fctune.errors import ConfigError
-from fctune.files import staged_directory
+from fctune.base.errors import ConfigError
+from fctune.base.files import staged_directory
 from fctune.models.architecture import Architecture
 from fctune.models.base_weights import plan_base, read_matrix
 from fctune.models.hub import digest_model

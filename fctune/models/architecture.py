@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from fctune.base.errors import ConfigError
 from fctune.config.parsing import suggest
-from fctune.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fctune.errors import CheckpointError
+from fctune.base.errors import CheckpointError
 from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import copy_rows_, is_quantized, is_scale, rows_of_shard

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
 from fctune.models.dropout import TokenKeys

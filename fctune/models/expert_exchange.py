@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fctune.distributed import exchange_rows
+from fctune.base.distributed import exchange_rows
 
 # Attribute of a module with experts that holds its exchange, if its experts are spread over ranks.
 EXPERT_EXCHANGE = "exchange"

@@ -21,13 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fctune.base.errors import DiskError
+from fctune.base.files import staged_directory
 from fctune.calls.server_parsers import write_server_parsers
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import merge_template_args, read_template_args, write_template_args
-from fctune.errors import DiskError
-from fctune.files import staged_directory
 from fctune.models.adapter_base import name_base
 from fctune.models.architecture import Architecture
 from fctune.models.base_weights import plan_base

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.functional import linear
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import BaseDtype
-from fctune.errors import ConfigError
 
 FLOAT8 = torch.float8_e4m3fn
 _FLOAT8_MAX = torch.finfo(FLOAT8).max

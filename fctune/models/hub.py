@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from fctune.base.errors import ConfigError
 from fctune.data.template_args import TEMPLATE_ARGS_FILE
-from fctune.errors import ConfigError
 
 # Files to download: none that could run code, such as pickles or Python.
 _PATTERNS = [

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import linear
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig, BaseDtype
-from fctune.errors import ConfigError
 from fctune.models.adapter_input import AdapterInput
 from fctune.models.architecture import EXPERT_ADAPTERS, ROUTER_ADAPTER
 from fctune.models.causal_lm import CausalLM

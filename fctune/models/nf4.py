@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4, to_nf4
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.frozen_linear import NF4_BLOCK
 
 __all__ = ["NF4Tensor", "multiply", "quantize", "shard_like", "to_nf4"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.attention import DocumentBounds
 from fctune.models.causal_lm import CausalLM
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fctune.base.errors import ConfigError
 from fctune.config.schema import Precision
-from fctune.errors import ConfigError
 
 _UNMIXED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "float8": torch.bfloat16}
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fctune import distributed
+from fctune.base import distributed
 from fctune.models.forward_override import override_forward_
 
 

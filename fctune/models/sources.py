@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.model import ModelSource
-from fctune.errors import ConfigError
 from fctune.models.architecture import Architecture
 from fctune.models.torchtune import architecture as torchtune
 from fctune.models.transformers import architecture as transformers

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fctune.errors import CheckpointError
+from fctune.base.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import ConfigError
 from fctune.config.intervals import format_count
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.data.prepared_set import PreparedSet, list_tokens
-from fctune.errors import ConfigError
 from fctune.models.architecture import Architecture
 from fctune.models.sources import read_architecture
 from fctune.models.untrained_tokens import Candidates, UntrainedToken, find_untrained, has_weights

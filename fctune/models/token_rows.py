@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.base_weights import plan_base, read_rows
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import copy_full_, wide_dtype

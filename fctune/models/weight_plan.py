@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fctune.errors import CheckpointError
+from fctune.base.errors import CheckpointError
 from fctune.models.tensor_files import TensorHeader, TensorReader
 from fctune.models.weight_sources import Dequantized, Leaf, Source, Stored
 

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
-from fctune.errors import ConfigError
 from fctune.models.attention import attention_operators
 from fctune.models.causal_lm import CausalLM
 from fctune.models.forward_override import override_forward_

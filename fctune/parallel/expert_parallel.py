@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.architecture import EXPERT_ADAPTERS
 from fctune.models.causal_lm import CausalLM
 from fctune.models.expert_exchange import EXPERT_EXCHANGE, ExpertExchange

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from fctune.base.errors import ConfigError
 from fctune.config.schema import RunConfig
 from fctune.config.sections.parallel import ParallelConfig
-from fctune.errors import ConfigError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import check_nf4_shards
 from fctune.models.loss import MAX_LOGITS

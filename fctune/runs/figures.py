@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fctune.gpus import GPUS
-from fctune.planner.prices import CURRENCY, NETWORK_GIB, Cost, Price, Prices, compute_cost, read_prices
+from fctune.apps.plan.prices import CURRENCY, NETWORK_GIB, Cost, Price, Prices, compute_cost, read_prices
+from fctune.base.gpus import GPUS
 from fctune.runs.leftovers import count_bytes
 from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.record import RunRecord

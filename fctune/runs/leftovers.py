@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fctune.files import is_in_use
+from fctune.base.files import is_in_use
 
 Kind = Literal["prepared set", "earlier run", "run", "cache"]
 

@@ -9,8 +9,8 @@ import os
 import statistics
 from pathlib import Path
 
+from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
-from fctune.errors import DataError
 
 Column = list[float | None]
 

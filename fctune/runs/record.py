@@ -17,8 +17,8 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
-from fctune.errors import DataError
 from fctune.runs.metrics_file import MetricsFile
 
 _CHECKPOINT = re.compile(r"(elastic-)?checkpoint-(\d+)")

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fctune.base.errors import DataError
 from fctune.calls.metrics import rate
-from fctune.errors import DataError
-from fctune.evaluation.benchmarks import find_benchmark_of_rows
-from fctune.evaluation.judging import is_valid
-from fctune.evaluation.paired import Comparison, compare_rows
-from fctune.evaluation.results import Row, read_rows, read_settings
 from fctune.runs.record import RunRecord
+from fctune.tasks.benchmarks import find_benchmark_of_rows
+from fctune.tasks.evaluation.judging import is_valid
+from fctune.tasks.evaluation.paired import Comparison, compare_rows
+from fctune.tasks.evaluation.results import Row, read_rows, read_settings
 
 _EVALUATIONS = ("*.summary.json", "eval/*.summary.json", "eval/*/*.summary.json")
 _THROUGHPUTS = ("*throughput*.json", "eval/*throughput*.json", "eval/*/*throughput*.json")

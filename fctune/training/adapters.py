@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from fctune.base.distributed import World
 from fctune.checkpoint.hf_checkpoint import HFAdapterWeights
 from fctune.config.schema import RunConfig
-from fctune.distributed import World
 from fctune.models.export import export_adapter, export_merged
 from fctune.models.lora import init_adapters_
 from fctune.models.token_rows import init_token_rows_, trained_token_ids

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 
 logger = logging.getLogger("fctune")
 

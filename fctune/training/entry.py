@@ -19,21 +19,21 @@ from typing import Any, Protocol
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import USER_ERRORS, World
+from fctune.base.errors import ConfigError, DataError, DiskError
+from fctune.base.files import run_within
+from fctune.base.launcher_watch import end_with_launcher, watch_launcher
+from fctune.base.terminal import LogHandler, escape_controls
 from fctune.checkpoint.resume import Resume, choose_checkpoint
 from fctune.checkpoint.store import CheckpointStore
 from fctune.config.components import allow_components
 from fctune.config.schema import RunConfig
-from fctune.distributed import USER_ERRORS, World
-from fctune.errors import ConfigError, DataError, DiskError
-from fctune.evaluation.leaks import HELD_OUT_FILE
-from fctune.files import run_within
-from fctune.launcher_watch import end_with_launcher, watch_launcher
 from fctune.models.run_config import load_run_config
+from fctune.runs.device import describe_device, total_memory
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
-from fctune.telemetry.device import describe_device, total_memory
-from fctune.terminal import LogHandler, escape_controls
+from fctune.tasks.evaluation.leaks import HELD_OUT_FILE
 from fctune.training.callbacks.checkpoint import SAVE_FAILED, SaveError
 from fctune.training.callbacks.stop import STOPPED, Stopped, StopRequest
 from fctune.training.host_memory import reuse_freed_memory

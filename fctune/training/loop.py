@@ -8,19 +8,19 @@ from collections.abc import Sequence
 
 import torch
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
+from fctune.base.errors import DataError
 from fctune.checkpoint.fault_hooks import fire
 from fctune.checkpoint.state import TrainState
 from fctune.config.intervals import format_count, is_never
 from fctune.config.schema import RunConfig
 from fctune.data.loader import ROW_MULTIPLE, GlobalLoader
 from fctune.data.prepared_set import PreparedSet, Split
-from fctune.distributed import World
-from fctune.errors import DataError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.document_attention import CPU_TILE
 from fctune.parallel.activations import count_graphs
-from fctune.telemetry.sinks import SinkGroup
+from fctune.runs.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.meter import Meter
 from fctune.training.objective import Objective, SupervisedObjective

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
 from fctune.data.loader import StepTotals
-from fctune.distributed import World
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import is_adapter
-from fctune.telemetry.device import DeviceSampler, peak_tflops, read_device
-from fctune.telemetry.metrics import (
+from fctune.runs.device import DeviceSampler, peak_tflops, read_device
+from fctune.runs.metrics import (
     GIB,
     FlopCounter,
     RankMetrics,
@@ -33,7 +33,7 @@ from fctune.telemetry.metrics import (
     measure_skew,
     peak_memory_gib,
 )
-from fctune.telemetry.profiler import StepProfiler
+from fctune.runs.profiler import StepProfiler
 from fctune.training.prefetch import StepData
 from fctune.training.step import StepResult
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from fctune.apps.plan.models import format_overrides, list_overrides
+from fctune.apps.plan.plan import Plan, list_remedies, make_plan
+from fctune.apps.plan.plan_request import PlanRequest
+from fctune.apps.plan.variants import Variant
+from fctune.base.distributed import World
+from fctune.base.gpus import find_gpu
 from fctune.config.schema import RunConfig
-from fctune.distributed import World
-from fctune.gpus import find_gpu
 from fctune.parallel.footprint import GIB
-from fctune.planner.models import format_overrides, list_overrides
-from fctune.planner.plan import Plan, list_remedies, make_plan
-from fctune.planner.plan_request import PlanRequest
-from fctune.planner.variants import Variant
-from fctune.telemetry.device import peak_tflops, total_memory
+from fctune.runs.device import peak_tflops, total_memory
 
 logger = logging.getLogger("fctune")
 

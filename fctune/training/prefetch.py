@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fctune.base.distributed import World
 from fctune.data.loader import IGNORE, Batch, GlobalLoader, GlobalStep, StepTotals
-from fctune.distributed import World
 from fctune.models.attention import DocumentBounds, MakeBounds
 from fctune.models.dropout import row_key
 

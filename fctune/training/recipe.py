@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
+from fctune.base.errors import ConfigError, DiskError
 from fctune.checkpoint.hf_checkpoint import HFWeights
 from fctune.checkpoint.resume import RunFacts, check_same_run
 from fctune.checkpoint.saver import first_write_limit
@@ -25,10 +27,6 @@ from fctune.config.sections.evaluation import VALIDATION_CASES
 from fctune.data.chosen_template import ChosenTemplate, read_chosen_template
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet
-from fctune.distributed import World
-from fctune.errors import ConfigError, DiskError
-from fctune.evaluation.held_out import find_held_out_cases, write_held_out_cases
-from fctune.evaluation.live import LiveEvaluation, check_answering_memory
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import Prompting
 from fctune.models.hub import WEIGHT_FILES, digest_model
@@ -36,8 +34,10 @@ from fctune.models.run_config import resolve_base
 from fctune.models.token_rows import count_parameters, trained_token_ids
 from fctune.parallel.layout import ParallelLayout
 from fctune.parallel.sharding import GradientSync
-from fctune.telemetry.device import total_memory
-from fctune.telemetry.sinks import SinkGroup
+from fctune.runs.device import total_memory
+from fctune.runs.sinks import SinkGroup
+from fctune.tasks.evaluation.held_out import find_held_out_cases, write_held_out_cases
+from fctune.tasks.evaluation.live import LiveEvaluation, check_answering_memory
 from fctune.training.callbacks.base import Callback
 from fctune.training.callbacks.checkpoint import CheckpointCallback, DiskWait, SaveError
 from fctune.training.callbacks.evaluation import EvaluationCallback

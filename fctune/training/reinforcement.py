@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
+from fctune.base.errors import DataError
 from fctune.calls.formats.registry import detect_format
 from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
@@ -18,22 +20,20 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.packed_samples import pack_samples
 from fctune.data.prepared_set import PreparedSet
 from fctune.data.stop_tokens import read_eos_ids
-from fctune.distributed import World
-from fctune.errors import DataError
-from fctune.evaluation.live import build_answering, random_state_restored
-from fctune.evaluation.suites import benchmark_of
-from fctune.generation.decoding import AnswerDecoder, find_stop_ids
-from fctune.generation.engine import Sampling
-from fctune.generation.in_process import InProcessEngine
+from fctune.engines.decoding import AnswerDecoder, find_stop_ids
+from fctune.engines.engine import Sampling
+from fctune.engines.in_process import InProcessEngine
 from fctune.models.export import export_adapter
 from fctune.runs.metrics_file import MetricsFile
-from fctune.sampling.case_tasks import CaseTasks, load_training_suite
-from fctune.sampling.in_process_rollouts import InProcessRolloutEngine
-from fctune.sampling.rewards import BINARY
-from fctune.sampling.rollouts import TaskSet
-from fctune.sampling.server_engine import ServerRolloutEngine
-from fctune.sampling.task_order import TaskOrder
-from fctune.sampling.task_sets import open_dialogue_tasks, open_server_engine
+from fctune.tasks.evaluation.live import build_answering, random_state_restored
+from fctune.tasks.evaluation.suites import benchmark_of
+from fctune.tasks.sampling.case_tasks import CaseTasks, load_training_suite
+from fctune.tasks.sampling.in_process_rollouts import InProcessRolloutEngine
+from fctune.tasks.sampling.rewards import BINARY
+from fctune.tasks.sampling.rollouts import TaskSet
+from fctune.tasks.sampling.server_engine import ServerRolloutEngine
+from fctune.tasks.sampling.task_order import TaskOrder
+from fctune.tasks.sampling.task_sets import open_dialogue_tasks, open_server_engine
 from fctune.training.adapters import AdapterTuning
 from fctune.training.callbacks.stop import StopCallback
 from fctune.training.entry import Run

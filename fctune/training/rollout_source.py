@@ -19,15 +19,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
+from fctune.base.errors import DataError
 from fctune.checkpoint.fault_hooks import fire
 from fctune.config.schema import RunConfig
-from fctune.distributed import World
-from fctune.errors import DataError
 from fctune.models.attention import MakeBounds
-from fctune.sampling.collection import RolloutBatch, RolloutCollector
-from fctune.sampling.rollouts import Request, Rollout, RolloutEngine, TaskSet
-from fctune.sampling.task_order import Position, TaskOrder
+from fctune.tasks.sampling.collection import RolloutBatch, RolloutCollector
+from fctune.tasks.sampling.rollouts import Request, Rollout, RolloutEngine, TaskSet
+from fctune.tasks.sampling.task_order import Position, TaskOrder
 from fctune.training.policy_gradient import compute_advantages
 from fctune.training.prefetch import StepData
 from fctune.training.rollout_steps import TrainedRollout, make_step_data

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
 from fctune.data.loader import Batch, GlobalStep
 from fctune.data.packed_samples import pack_samples
 from fctune.data.prepared_set import PreparedSet
-from fctune.distributed import World
 from fctune.models.attention import MakeBounds
-from fctune.sampling.rollouts import Rollout
+from fctune.tasks.sampling.rollouts import Rollout
 from fctune.training.loop import build_loader
 from fctune.training.prefetch import Inputs, StepData, make_inputs
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 
+from fctune.base.errors import ConfigError
+from fctune.base.files import write_atomically
 from fctune.config.schema import RunConfig
-from fctune.errors import ConfigError
-from fctune.files import write_atomically
 from fctune.training.directory_lock import DirectoryLock
 
 logger = logging.getLogger("fctune")

@@ -16,7 +16,12 @@ from typing import Any
 from rich.console import Console
 from torch._functorch import config as functorch
 
-from fctune import distributed
+from fctune.apps.plan.memory import MemoryModel
+from fctune.apps.plan.storage import plan_storage
+from fctune.base import distributed
+from fctune.base.distributed import World
+from fctune.base.errors import ConfigError, DataError
+from fctune.base.files import format_bytes
 from fctune.checkpoint.saver import Guard, first_write_limit, no_guard
 from fctune.checkpoint.state import TrainState
 from fctune.config.cache import prepared_root
@@ -36,9 +41,6 @@ from fctune.data.prepared_set import (
     prepare,
     resolve_batch_size,
 )
-from fctune.distributed import World
-from fctune.errors import ConfigError, DataError
-from fctune.files import format_bytes
 from fctune.models.architecture import ALL_LINEAR
 from fctune.models.attention import choose_attention_kernel
 from fctune.models.base_weights import check_base, load_base_
@@ -62,14 +64,12 @@ from fctune.parallel.layout import (
     suggest_smaller_weights,
 )
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
-from fctune.planner.memory import MemoryModel
-from fctune.planner.storage import plan_storage
-from fctune.telemetry.alert_monitor import AlertMonitor
-from fctune.telemetry.background import BackgroundSink
-from fctune.telemetry.device import compute_capability, describe_device, total_memory
-from fctune.telemetry.metrics import GIB, active_memory_gib
-from fctune.telemetry.services import PrometheusSink, TensorBoardSink, WandbSink
-from fctune.telemetry.sinks import ConsoleSink, JsonlSink, SinkGroup
+from fctune.runs.alert_monitor import AlertMonitor
+from fctune.runs.background import BackgroundSink
+from fctune.runs.device import compute_capability, describe_device, total_memory
+from fctune.runs.metrics import GIB, active_memory_gib
+from fctune.runs.services import PrometheusSink, TensorBoardSink, WandbSink
+from fctune.runs.sinks import ConsoleSink, JsonlSink, SinkGroup
 from fctune.training.run_directory import RunDirectory
 from fctune.training.schedule import build_scheduler
 

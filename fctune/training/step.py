@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
 from fctune.data.loader import Batch, StepTotals
-from fctune.distributed import World
 from fctune.models.causal_lm import CausalLM
 from fctune.models.router_balance import RouterBalance
 from fctune.parallel.sharding import GradientSync, reshard_
-from fctune.telemetry.metrics import SpanTimer
+from fctune.runs.metrics import SpanTimer
 from fctune.training.objective import Objective
 from fctune.training.prefetch import StepData, make_inputs
 

@@ -22,15 +22,15 @@ import pytest
 from benchmarks.real_arguments import make_parser
 from benchmarks.real_measuring import Subject, measure
 from benchmarks.real_server import link_with_template, serve, wait_until_free
+from fctune.base.errors import ConfigError
 from fctune.cli.eval_options import find_suite
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import read_template_args
-from fctune.errors import ConfigError
-from fctune.evaluation.cases import Suite
-from fctune.evaluation.results import read_settings
-from fctune.evaluation.suites import load_suite
 from fctune.runs.record import read_run
 from fctune.runs.results import find_accuracies
+from fctune.tasks.evaluation.cases import Suite
+from fctune.tasks.evaluation.results import read_settings
+from fctune.tasks.evaluation.suites import load_suite
 from tests.conftest import ROOT, TINY_BASE
 from tests.ranks import find_port
 from tests.runs.sample_runs import change_run, make_run

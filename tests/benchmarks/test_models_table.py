@@ -17,8 +17,8 @@ from benchmarks.model_checks import CHECKS, check_alone
 from benchmarks.model_runs import prepare_sets
 from benchmarks.model_zoo import CALL_FORMATS, ENTRIES, HEADLINES, SERVED, TEMPLATES, Entry, find_entry
 from benchmarks.templates import find_templates
+from fctune.base.distributed import World
 from fctune.calls.formats.registry import FORMATS, detect_format
-from fctune.distributed import World
 from tests.ranks import run_ranks
 
 RESULT: dict[str, Any] = json.loads(models.RESULT.read_text(encoding="utf-8"))

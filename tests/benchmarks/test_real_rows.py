@@ -20,10 +20,10 @@ from benchmarks.real_quantities import describe_quantities, describe_unfit_quant
 from benchmarks.real_requests import UNFIT, ToolPool, multiply_question, rename_tools, revalue_question, take_tools_away
 from benchmarks.real_rows import BenchmarkFilter, Mixture, check_contamination, mix_rows, split_by_tools, write_rows
 from benchmarks.real_summary import format_table, read_answers, summarise
+from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tool_schema import ToolSet
-from fctune.errors import ConfigError
-from fctune.evaluation.cases import Case
+from fctune.tasks.evaluation.cases import Case
 
 PLACES = ("Paris", "Rome", "Oslo", "Lima")
 

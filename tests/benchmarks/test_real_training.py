@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.real_arguments import run_benchmark
 from benchmarks.real_model import train_once
+from fctune.base.errors import CheckpointError, ConfigError
 from fctune.config.loading import load_config
-from fctune.errors import CheckpointError, ConfigError
 from tests.cli.processes import wait_until
 from tests.conftest import ROOT
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from fctune.data.conversation import Call, Tool
-from fctune.evaluation.benchmarks.bfcl.cases import BfclCase
+from fctune.tasks.benchmarks.bfcl.cases import BfclCase
 
 PYTHON_CATEGORIES = (
     "simple_python",

@@ -9,11 +9,11 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from fctune.base.errors import DataError
 from fctune.calls.argument_types import argument_schemas, argument_types
 from fctune.calls.formats.base import CallFormat, Parsed, Server
 from fctune.calls.matching import is_equal
 from fctune.data.conversation import Call, Tool
-from fctune.errors import DataError
 
 
 class Output(NamedTuple):
@@ -234,7 +234,7 @@ DAMAGED = ("cut", "damaged")
 
 
 def to_requests(outputs: Sequence[Output]) -> list[dict[str, Any]]:
-    """Return the outputs as ``fctune.evaluation.serving.run_server_parser`` takes them."""
+    """Return the outputs as ``fctune.tasks.evaluation.serving.run_server_parser`` takes them."""
     return [
         {"id": index, "text": output.text, "tools": [tool.to_openai() for tool in output.tools]}
         for index, output in enumerate(outputs)

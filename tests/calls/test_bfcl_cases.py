@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fctune.errors import ConfigError, DataError
-from fctune.evaluation.benchmarks.bfcl.cases import CATEGORIES, MULTI_TURN, RELEVANCE, category_of, read_bfcl
+from fctune.base.errors import ConfigError, DataError
+from fctune.tasks.benchmarks.bfcl.cases import CATEGORIES, MULTI_TURN, RELEVANCE, category_of, read_bfcl
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 
 

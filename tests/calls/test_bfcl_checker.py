@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from fctune.data.conversation import Call
-from fctune.evaluation.benchmarks.bfcl.checker import BfclVerdict, CallChecker
-from fctune.evaluation.benchmarks.bfcl.source_values import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
+from fctune.tasks.benchmarks.bfcl.checker import BfclVerdict, CallChecker
+from fctune.tasks.benchmarks.bfcl.source_values import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
 from tests.calls.bfcl_wheel import (
     SOURCE_CATEGORIES,
     Case,

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
+from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call
-from fctune.errors import ConfigError
-from fctune.evaluation.benchmarks.bfcl.cases import MULTI_TURN, SIMULATORS, BfclCase, read_bfcl
-from fctune.evaluation.benchmarks.bfcl.checker import BfclVerdict
-from fctune.evaluation.benchmarks.bfcl.multi_turn import MAX_TIME_S, check_multi_turn, load_simulators
+from fctune.tasks.benchmarks.bfcl.cases import MULTI_TURN, SIMULATORS, BfclCase, read_bfcl
+from fctune.tasks.benchmarks.bfcl.checker import BfclVerdict
+from fctune.tasks.benchmarks.bfcl.multi_turn import MAX_TIME_S, check_multi_turn, load_simulators
 from tests.calls.bfcl_wheel import SHARED_DIRECTORIES, data_dir, needs_wheel, official_multi_turn_checker
 from tests.calls.turn_mutations import Turns, gold_turns, mutate_turns
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fctune.calls.judge import BenchmarkVerdict, Judgement, Outcome
-from fctune.evaluation.benchmarks import Measured, find_benchmarks
-from fctune.evaluation.benchmarks.bfcl.cases import CATEGORIES
-from fctune.evaluation.benchmarks.bfcl.overall import AGENTIC, NUM_CASES, WEIGHTS, weigh
-from fctune.evaluation.summary import Tally
+from fctune.tasks.benchmarks import Measured, find_benchmarks
+from fctune.tasks.benchmarks.bfcl.cases import CATEGORIES
+from fctune.tasks.benchmarks.bfcl.overall import AGENTIC, NUM_CASES, WEIGHTS, weigh
+from fctune.tasks.evaluation.summary import Tally
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 
 RIGHT = Judgement(Outcome("correct", 1, 1), "", (), BenchmarkVerdict(True, ""))

@@ -18,13 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.base import SERVERS, TURN_ENDS, CallFormat, Parsed, Server
 from fctune.calls.formats.registry import FORMATS, detect_format, get_format
 from fctune.calls.matching import is_equal
 from fctune.data.conversation import Call, Tool
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.row_json import MAX_VALUE_DEPTH, check_depth
-from fctune.errors import ConfigError, DataError
 from tests.calls.bfcl_wheel import SOURCE_CATEGORIES, gold_calls, load_cases, needs_wheel, python_cases
 from tests.conftest import ROOT
 

@@ -18,7 +18,7 @@ from fctune.calls.formats.registry import FORMATS, get_format
 from fctune.calls.reasoning.base import Reasoning
 from fctune.calls.reasoning.registry import REASONING_FORMATS, detect_reasoning, find_reasoning
 from fctune.data.conversation import Call, Tool
-from fctune.evaluation.serving import run_server_parser
+from fctune.tasks.evaluation.serving import run_server_parser
 
 TOOL = Tool({"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}})
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fctune.data.conversation import Call
-from fctune.evaluation.benchmarks.bfcl.cases import BfclCase
-from fctune.evaluation.benchmarks.bfcl.multi_turn import load_simulators
+from fctune.tasks.benchmarks.bfcl.cases import BfclCase
+from fctune.tasks.benchmarks.bfcl.multi_turn import load_simulators
 
 Turns = list[list[list[Call]]]
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
 from fctune.checkpoint.files import FileRecord, write_tensors
 from fctune.checkpoint.hf_checkpoint import locate_tensors, plan_files, write_files
 from fctune.checkpoint.sharded import list_tensors, read_shards_, write_shards
-from fctune.distributed import World
 from tests.ranks import run_ranks
 
 NAMES = ("wide", "odd", "small", "scalar")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from fctune.base.errors import CheckpointError
 from fctune.checkpoint.resume import Resume, RunFacts, check_same_run
 from fctune.checkpoint.store import Checkpoint
 from fctune.config.loading import load_config
-from fctune.errors import CheckpointError
 from tests.conftest import ROOT
 
 SERVED = ("grpo.engine=server", "grpo.server.url=http://10.0.0.1:8000")

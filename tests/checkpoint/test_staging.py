@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fctune.base.distributed import World
 from fctune.checkpoint.files import FileRecord, write_tensors
 from fctune.checkpoint.saver import Saver
 from fctune.checkpoint.store import CheckpointStore
-from fctune.distributed import World
 from tests.cuda_stand_in import CudaStandIn
 from tests.ranks import run_ranks
 

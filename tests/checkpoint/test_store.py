@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fctune.base.errors import CheckpointError
+from fctune.base.files import checksum
 from fctune.checkpoint.fault_hooks import listen
 from fctune.checkpoint.files import record_file, write_tensors
 from fctune.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint, verify
-from fctune.errors import CheckpointError
-from fctune.files import checksum
 
 
 def publish(store: CheckpointStore, step: int, kind: str = "sharded") -> Checkpoint:

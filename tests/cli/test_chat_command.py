@@ -19,9 +19,9 @@ from fctune.calls.reasoning.registry import find_reasoning
 from fctune.cli import main
 from fctune.data.conversation import Call, Conversation
 from fctune.data.sources import Defect, read_source
-from fctune.evaluation.chat import run_tool
-from fctune.generation import in_process
-from fctune.generation.engine import Answer
+from fctune.engines import in_process
+from fctune.engines.engine import Answer
+from fctune.tasks.evaluation.chat import run_tool
 from tests.conftest import TINY_BASE
 
 TOOLS = [

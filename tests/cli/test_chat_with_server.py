@@ -19,8 +19,8 @@ import pytest
 from fctune.cli import main
 from tests.cli.processes import INTERRUPTED, read_until, wait_until
 from tests.conftest import ROOT
-from tests.generation.fault_server import Handler, serve
-from tests.generation.mcp_server import TOKEN, serve_mcp
+from tests.engines.fault_server import Handler, serve
+from tests.engines.mcp_server import TOKEN, serve_mcp
 
 TOOLS = [{"name": "get_time", "parameters": {"type": "object", "properties": {}}}]
 Answer = Callable[[Handler], None]

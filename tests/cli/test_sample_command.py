@@ -12,8 +12,8 @@ from fctune.cli import main
 from fctune.cli.sample import _KEEPS as KEEPS_OFFERED
 from fctune.data.conversation import Conversation
 from fctune.data.sources import read_source
-from fctune.evaluation.results import read_rows
-from fctune.sampling.selection import Keep
+from fctune.tasks.evaluation.results import read_rows
+from fctune.tasks.sampling.selection import Keep
 from tests.conftest import TINY_BASE
 
 QUESTION = {"role": "user", "content": "Say kalo menu."}

@@ -8,11 +8,11 @@ import jsonschema
 import pytest
 import yaml
 
+from fctune.base.errors import ConfigError
 from fctune.cli import main
 from fctune.config import shipped
 from fctune.config.loading import load_config
 from fctune.config.reference import json_schema
-from fctune.errors import ConfigError
 
 BASE = """
 output_dir: runs/base

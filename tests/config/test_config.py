@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from fctune.base.errors import ConfigError
 from fctune.config import key_hints
 from fctune.config.components import ALLOW_COMPONENTS, find_argument_problems, resolve_component
 from fctune.config.loading import compose_config, load_config, parse_config
 from fctune.config.schema import RunConfig
 from fctune.config.shipped import list_shipped_configs
-from fctune.errors import ConfigError
 from fctune.models.run_config import load_run_config
 from tests.conftest import ROOT
 
@@ -170,7 +170,7 @@ def test_a_file_that_is_not_a_config_is_named_in_the_error(tmp_path: Path, text:
         load_config(path)
 
 
-# Acceptance configs have their own schema, tested in tests/acceptance.
+# Acceptance configs have their own schema, tested in tests/apps/acceptance.
 RUNS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("acceptance_"))
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fctune.base.errors import ConfigError
 from fctune.cli import main
 from fctune.config.components import ALLOW_COMPONENTS, resolve_component
 from fctune.config.loading import load_config
-from fctune.errors import ConfigError
 from tests.conftest import ROOT, TINY_BASE
 
 BASE = f"""

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from fctune.base.errors import ConfigError
 from fctune.config.intervals import format_count, parse_interval, parse_share
 from fctune.config.loading import load_config
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import LRSchedulerConfig
-from fctune.errors import ConfigError
 from fctune.training.schedule import lr_factor
 from tests.conftest import ROOT
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fctune.base.errors import ConfigError
 from fctune.config.loading import load_config
 from fctune.config.sections.grpo import GRPOConfig
 from fctune.config.sections.rollouts import ServerConfig, parse_environments
-from fctune.errors import ConfigError
 from tests.conftest import ROOT
 
 

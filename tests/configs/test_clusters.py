@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fctune.apps.plan.memory import MemoryModel
 from fctune.config.components import resolve_component
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
@@ -23,7 +24,6 @@ from fctune.parallel.activations import apply_activation_checkpointing_
 from fctune.parallel.footprint import GIB
 from fctune.parallel.layout import Hardware, ParallelLayout, check_memory, choose_parallel_layout
 from fctune.parallel.sharding import shard_
-from fctune.planner.memory import MemoryModel
 from tests.configs.cluster_cases import CASES
 from tests.conftest import ROOT
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from fctune.base.errors import DataError
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.supervision import SupervisionConfig
-from fctune.errors import DataError
 
 # Calls and results as Kimi K2's template prints them, within the turns of the tiny base.
 TEMPLATE = """

@@ -15,12 +15,12 @@ import jsonschema
 import pytest
 from rich.console import Console
 
+from fctune.base.errors import DataError
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.check import CLASSES, WARNING_KINDS, Report, check_sources, make_report_schema
 from fctune.data.check.similarity import NEAR, spoken_text
 from fctune.data.conversation import Conversation
 from fctune.data.sources import read_source
-from fctune.errors import DataError
 from tests.conftest import REAL_DATA
 
 DEFECTS = str(Path(__file__).parent / "fixtures" / "defects.jsonl")

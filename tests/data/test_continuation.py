@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.templates import find_templates, write_model, write_tokenizer
+from fctune.base.errors import DataError
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.errors import DataError
 from tests.conftest import TINY_BASE
 
 TEMPLATES = {template.name: template for template in find_templates()}

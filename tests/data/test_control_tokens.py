@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.templates import SPECIAL, find_templates, write_model, write_tokenizer
+from fctune.base.errors import DataError
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.conversation_encoder import SpecialTokenError
 from fctune.data.supervision import SupervisionConfig
-from fctune.errors import DataError
 
 TEMPLATES = {template.name: template for template in find_templates()}
 SHIPPED = tuple(list_shipped_templates())

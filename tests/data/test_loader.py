@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fctune.base.errors import DataError
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.encoding import Counts, encode_sources
 from fctune.data.loader import IGNORE, GlobalLoader
 from fctune.data.packing import pack_best_fit
 from fctune.data.prepared_set import PreparedSet, describe_counts, is_validation, open_prepared, prepare
 from fctune.data.synthetic import iter_conversations
-from fctune.errors import DataError
 
 
 def data_config(path: str = "synthetic:train:60:3", **changes: Any) -> DataConfig:

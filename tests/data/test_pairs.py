@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fctune.base.errors import DataError
 from fctune.config.loading import parse_config
 from fctune.config.schema import RunConfig
 from fctune.data.chat_template import ChatTemplate
@@ -15,7 +16,6 @@ from fctune.data.loader import GlobalLoader
 from fctune.data.pairs import Pair, PairReader, encode_pair
 from fctune.data.prepared_set import describe_counts, prepare
 from fctune.data.sources import Defect, UnreadRow
-from fctune.errors import DataError
 from tests.pair_rows import make_pairs, write_pairs
 
 USER = {"role": "user", "content": "Weather in Oslo?"}

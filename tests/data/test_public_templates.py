@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from benchmarks.templates import PublicTemplate, find_templates, stops_of, write_model, write_tokenizer
+from fctune.base.errors import DataError
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.conversation_encoder import Encoded
 from fctune.data.supervision import SupervisionConfig
-from fctune.errors import DataError
 
 TEMPLATES = find_templates()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.check import check_sources
 from fctune.data.check.reasoning import ReasoningUse
@@ -18,7 +19,6 @@ from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.reasoning import ReasoningMode, find_reasoning_support
 from fctune.data.supervision import SupervisionConfig
 from fctune.data.tracing import TracedTemplate
-from fctune.errors import ConfigError, DataError
 from tests.thinking_templates import HYBRID, READS, write_thinking_model
 
 _spec = importlib.util.find_spec("trl")

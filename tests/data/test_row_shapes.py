@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.cli import main
 from fctune.config.loading import load_config
 from fctune.config.sections.data import DataConfig, SourceConfig
@@ -24,8 +25,7 @@ from fctune.data.sources import Defect, ParsedRow, has_reasoning_rows, parse_sou
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
-from fctune.errors import ConfigError, DataError
-from fctune.evaluation.cases import read_cases
+from fctune.tasks.evaluation.cases import read_cases
 from tests.conftest import ROOT, TINY_BASE
 
 NUM_ROWS = 12

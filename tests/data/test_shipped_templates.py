@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.registry import detect_format
 from fctune.calls.reasoning.base import ReasoningFormat
 from fctune.calls.reasoning.registry import detect_reasoning
@@ -25,8 +26,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate, open_chosen_template
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tracing import TracedTemplate
-from fctune.errors import ConfigError, DataError
-from fctune.generation.in_process import InProcessEngine
+from fctune.engines.in_process import InProcessEngine
 from fctune.models.export import Prompting, copy_companions
 from tests.conftest import ROOT, TINY_BASE
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fctune.base.errors import DataError
 from fctune.data.check.warnings import WARNING_KINDS, iter_warnings
 from fctune.data.conversation import Conversation, Tool
 from fctune.data.sources import (
@@ -28,7 +29,6 @@ from fctune.data.sources import (
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
-from fctune.errors import DataError
 from tests.conftest import REAL_DATA
 
 DEFECTS = Path(__file__).parent / "fixtures" / "defects.jsonl"

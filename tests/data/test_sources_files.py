@@ -16,10 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fctune.base.errors import DataError
 from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, ParsedRow, parse_source, read_source
 from fctune.data.sources.files import open_rows
-from fctune.errors import DataError
 
 
 def make_row(text: str = "?") -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.chat_template import ChatTemplate, load_tokenizer
 from fctune.data.conversation import Call, Conversation, Message, Tool
@@ -20,7 +21,6 @@ from fctune.data.sources import Defect, read_source
 from fctune.data.stop_tokens import read_eos_ids
 from fctune.data.supervision import SupervisionConfig, split_parallel_calls
 from fctune.data.synthetic import iter_conversations
-from fctune.errors import ConfigError, DataError
 from tests.conftest import REAL_DATA
 
 WEATHER = Tool(

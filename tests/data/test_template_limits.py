@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from fctune.base.errors import DataError
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data import bounded_process
 from fctune.data.bounded_process import LimitError
@@ -23,7 +24,6 @@ from fctune.data.conversation import Conversation, Message
 from fctune.data.conversation_encoder import TemplateLimitError
 from fctune.data.encoding import Counts, EncodedChunk, encode_sources
 from fctune.data.tracing import TracedTemplate
-from fctune.errors import DataError
 
 HI = Conversation((Message("user", "Hi"),))
 NESTED = "{% set n = namespace(a=[1], b=[1]) %}" + "{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}" * 60

@@ -18,8 +18,8 @@ import pytest
 
 from eval import tool_calls
 from fctune.data.conversation import Conversation, Message
-from fctune.evaluation.results import read_rows
-from fctune.generation.endpoint import EndpointEngine
+from fctune.engines.endpoint import EndpointEngine
+from fctune.tasks.evaluation.results import read_rows
 
 SERVING = ("fastapi", "uvicorn", "openai")
 pytestmark = [

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from eval import serving
+from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import SERVERS, Server
 from fctune.calls.formats.registry import FORMATS
-from fctune.errors import ConfigError
-from fctune.evaluation.cases import Suite
-from fctune.evaluation.judging import judge_answer
-from fctune.evaluation.results import ResultsFile
-from fctune.evaluation.serving import parse_as_served
-from fctune.evaluation.suites import load_suite
-from fctune.generation.engine import Answer
+from fctune.engines.engine import Answer
+from fctune.tasks.evaluation.cases import Suite
+from fctune.tasks.evaluation.judging import judge_answer
+from fctune.tasks.evaluation.results import ResultsFile
+from fctune.tasks.evaluation.serving import parse_as_served
+from fctune.tasks.evaluation.suites import load_suite
 from tests.conftest import ROOT
 
 MODULES = {"vllm": "vllm.tool_parsers", "sglang": "sglang.srt.function_call.function_call_parser"}

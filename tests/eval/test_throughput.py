@@ -11,10 +11,10 @@ import pytest
 
 from eval import throughput
 from fctune.data.conversation import Conversation, Message
-from fctune.evaluation.throughput import Speed, measure_endpoint, measure_in_process, measure_rounds
-from fctune.generation.endpoint import EndpointEngine
-from fctune.generation.in_process import InProcessEngine
-from tests.generation.fault_server import Handler, serve
+from fctune.engines.endpoint import EndpointEngine
+from fctune.engines.in_process import InProcessEngine
+from fctune.tasks.evaluation.throughput import Speed, measure_endpoint, measure_in_process, measure_rounds
+from tests.engines.fault_server import Handler, serve
 
 PROMPTS = [Conversation((Message("user", f"Say kalo menu {i}."),)) for i in range(6)]
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from eval import compare, tool_calls
+from fctune.base.errors import DataError
 from fctune.calls.formats.registry import FORMATS
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.data.synthetic import iter_cases
-from fctune.errors import DataError
-from fctune.evaluation.benchmarks.bfcl.suite import BfclSuite
-from fctune.evaluation.cases import read_cases
-from fctune.evaluation.results import read_rows
-from fctune.evaluation.suites import load_suite
-from fctune.generation.in_process import InProcessEngine
+from fctune.engines.in_process import InProcessEngine
+from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
+from fctune.tasks.evaluation.cases import read_cases
+from fctune.tasks.evaluation.results import read_rows
+from fctune.tasks.evaluation.suites import load_suite
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 from tests.conftest import ROOT
-from tests.generation.fault_server import Handler, serve
+from tests.engines.fault_server import Handler, serve
 
 KEY = "sk-secret-of-the-user"
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eval import validate
-from fctune.evaluation.validation import Check, Validator
-from fctune.generation.model_files import ModelFiles
+from fctune.engines.model_files import ModelFiles
+from fctune.tasks.evaluation.validation import Check, Validator
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from fctune.base.distributed import World, use_expandable_segments
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import prepare
-from fctune.distributed import World, use_expandable_segments
-from fctune.evaluation.live import random_state_restored
-from fctune.telemetry.device import DeviceSampler, read_device
+from fctune.runs.device import DeviceSampler, read_device
+from fctune.tasks.evaluation.live import random_state_restored
 from fctune.training.prefetch import Prefetcher
 from tests.cuda_stand_in import CudaStandIn
 from tests.training.training_runs import make_config
@@ -50,7 +50,7 @@ def test_reading_the_device_in_a_thread_starts_no_other_device(monkeypatch: pyte
         def __getattr__(self, name: str) -> Any:
             return lambda *arguments: asked.append((name, arguments))
 
-    monkeypatch.setattr("fctune.telemetry.device._load_nvml", Nvml)
+    monkeypatch.setattr("fctune.runs.device._load_nvml", Nvml)
     with CudaStandIn().installed() as cuda:
         properties = type("Properties", (), {"uuid": "of-3"})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties if index == 3 else None)

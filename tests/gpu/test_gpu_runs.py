@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from fctune.base.distributed import World
 from fctune.checkpoint.files import FileRecord
 from fctune.checkpoint.saver import Saver
 from fctune.checkpoint.sharded import read_shards_, write_shards
@@ -23,20 +24,19 @@ from fctune.config.schema import RunConfig
 from fctune.data.conversation import Conversation
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.data.synthetic import iter_cases
-from fctune.distributed import World
-from fctune.generation.in_process import InProcessEngine
+from fctune.engines.in_process import InProcessEngine
 from fctune.models.attention import choose_attention_kernel, make_bounds
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import read_architecture
-from fctune.telemetry.device import DeviceSampler, read_device
-from fctune.telemetry.metrics import active_memory_gib, peak_memory_gib
-from fctune.telemetry.sinks import SinkGroup
+from fctune.runs.device import DeviceSampler, read_device
+from fctune.runs.metrics import active_memory_gib, peak_memory_gib
+from fctune.runs.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.loop import build_loader, train
 from fctune.training.setup import start_state
-from tests.acceptance.harness import run as run_acceptance
+from tests.apps.acceptance.harness import run as run_acceptance
 from tests.conftest import TINY_BASE
 from tests.models.model_samples import load_reference
 from tests.ranks import run_ranks

@@ -1,4 +1,4 @@
-"""Rules of the tree: layers, and what may be imported or tracked where."""
+"""Rules of the tree: tiers, and what may be imported or tracked where."""
 
 from __future__ import annotations
 
@@ -9,37 +9,14 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-# From the bottom up: a package may import itself and the packages before it.
-LAYERS = (
-    "errors",
-    "files",
-    "signals",
-    "terminal",
-    "gpus",
-    "launcher_watch",
-    "network",
-    "config",
-    "distributed",
-    "parsing",
-    "data",
-    "calls",
-    "environments",
-    "models",
-    "parallel",
-    "checkpoint",
-    "telemetry",
-    "generation",
-    "planner",
-    "evaluation",
-    "sampling",
-    "runs",
-    "training",
-    "acceptance",
-    "launch",
-    "report",
-    "sweep",
-    "assets",
-    "cli",
+# From the bottom up: a room may import from its tier, not in a circle, and from the tiers before it.
+TIERS = (
+    {"base", "config"},
+    {"data", "calls"},
+    {"models", "parallel", "checkpoint"},
+    {"engines", "runs"},
+    {"tasks", "training", "pages"},
+    {"apps", "assets", "cli"},
 )
 
 
@@ -72,12 +49,16 @@ def test_torchtune_is_imported_in_named_places_only() -> None:
             assert file.is_relative_to(ROOT / "fctune" / "models" / "torchtune"), file
 
 
-def layer_of(module: str) -> int | None:
-    """Position in ``LAYERS`` of a module's package; None for modules outside the library."""
+def room_of(module: str) -> str | None:
+    """Return a module's room, ``apps.<name>`` for one that stands alone; None for modules outside the library."""
     parts = module.split(".")
-    if parts[0] != "fctune" or len(parts) == 1:
+    if parts[0] != "fctune" or len(parts) == 1 or not any(parts[1] in tier for tier in TIERS):
         return None
-    return LAYERS.index(parts[1]) if parts[1] in LAYERS else None
+    return ".".join(parts[1:3]) if parts[1] == "apps" and len(parts) > 2 else parts[1]
+
+
+def tier_of(room: str) -> int:
+    return next(index for index, tier in enumerate(TIERS) if room.split(".")[0] in tier)
 
 
 def imported_modules(file: Path) -> set[str]:
@@ -91,43 +72,80 @@ def imported_modules(file: Path) -> set[str]:
     return found
 
 
-def find_upward_imports(root: Path) -> list[str]:
-    """Imports of a higher layer, or of top-level packages that sit on top of the library, one line each."""
+def find_forbidden_imports(root: Path) -> list[str]:
+    """Imports of a higher tier, of another room of apps, or of packages on top of the library, one line each."""
     problems = []
     for file in sorted((root / "fctune").rglob("*.py")):
-        own = layer_of(".".join(file.relative_to(root).with_suffix("").parts))
+        own = room_of(".".join(file.relative_to(root).with_suffix("").parts))
         for module in sorted(imported_modules(file)):
+            other = room_of(module)
             if module.split(".")[0] in ("recipes", "eval", "sky"):
                 problems.append(f"{file.relative_to(root)} imports {module}")
+            elif own is None or other is None or own == other:
                 continue
-            other = layer_of(module)
-            if own is not None and other is not None and other > own:
-                problems.append(f"{file.relative_to(root)} imports {module}, which is in a higher layer")
+            elif tier_of(other) > tier_of(own):
+                problems.append(f"{file.relative_to(root)} imports {module}, which is in a higher tier")
+            elif own.startswith("apps.") and tier_of(other) == tier_of(own):
+                problems.append(f"{file.relative_to(root)} imports {module}, which is another app's")
     return problems
 
 
+def find_circle(imports: dict[str, set[str]]) -> list[str]:
+    """Return a circle of names that import each other; an empty list if there is none."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        circle = next((found for other in sorted(imports.get(name, ())) if (found := visit(other, [*path, name]))), [])
+        done.add(name)
+        return circle
+
+    return next((found for name in sorted(imports) if (found := visit(name, []))), [])
+
+
 def test_imports_only_point_down() -> None:
-    assert not find_upward_imports(ROOT)
+    assert not find_forbidden_imports(ROOT)
 
 
-def test_every_package_has_a_layer() -> None:
+def test_rooms_import_each_other_in_no_circle() -> None:
+    imports: dict[str, set[str]] = {}
+    for file in (ROOT / "fctune").rglob("*.py"):
+        own = room_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        if own is not None:
+            imports.setdefault(own, set()).update(
+                room for module in imported_modules(file) if (room := room_of(module)) not in (None, own)
+            )
+    assert find_circle(imports) == []
+
+
+def test_every_room_has_a_tier() -> None:
     modules = {path.stem for path in (ROOT / "fctune").glob("[a-z]*.py")}
     packages = {path.parent.name for path in (ROOT / "fctune").glob("*/__init__.py")}
-    assert modules | packages == set(LAYERS)
+    assert modules | packages == set.union(*TIERS)
 
 
-def test_a_planted_upward_import_is_found(tmp_path: Path) -> None:
-    (tmp_path / "fctune" / "data").mkdir(parents=True)
-    (tmp_path / "fctune" / "data" / "loader.py").write_text("def f():\n    from fctune.training import loop\n")
-    assert find_upward_imports(tmp_path) == [
-        "fctune/data/loader.py imports fctune.training.loop, which is in a higher layer"
+def test_planted_imports_are_found(tmp_path: Path) -> None:
+    for name, text in {
+        "data/loader.py": "def f():\n    from fctune.training import loop\n",
+        "apps/plan/table.py": "from fctune.apps.report import page\n",
+    }.items():
+        (tmp_path / "fctune" / name).parent.mkdir(parents=True)
+        (tmp_path / "fctune" / name).write_text(text)
+    assert find_forbidden_imports(tmp_path) == [
+        "fctune/apps/plan/table.py imports fctune.apps.report.page, which is another app's",
+        "fctune/data/loader.py imports fctune.training.loop, which is in a higher tier",
     ]
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
+    assert find_circle({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
 def test_only_a_benchmarks_own_folder_imports_it() -> None:
-    folder = ROOT / "fctune" / "evaluation" / "benchmarks"
+    folder = ROOT / "fctune" / "tasks" / "benchmarks"
     for benchmark in folder.glob("*/__init__.py"):
-        package = f"fctune.evaluation.benchmarks.{benchmark.parent.name}"
+        package = f"fctune.tasks.benchmarks.{benchmark.parent.name}"
         outside = (f for f in (ROOT / "fctune").rglob("*.py") if not f.is_relative_to(benchmark.parent))
         named = [f for f in outside if any(f"{m}.".startswith(f"{package}.") for m in imported_modules(f))]
         assert not named, f"{package} is imported outside its folder: {named}"

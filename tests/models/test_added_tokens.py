@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from fctune.base.errors import ConfigError
 from fctune.config.loading import parse_config
-from fctune.errors import ConfigError
 from fctune.models.added_tokens import count_vocabulary, extend_base
 from fctune.models.export import export_merged
 from fctune.models.sources import read_architecture

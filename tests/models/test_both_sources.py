@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.sources import choose_source, find_model_problems
 from tests.models.dense_samples import read_raw
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fctune.distributed import World
+from fctune.base.distributed import World
 from fctune.models.expert_exchange import ExpertExchange
 from fctune.models.grouped_products import multiply_groups
 from tests.ranks import run_ranks

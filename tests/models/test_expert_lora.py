@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig
-from fctune.errors import ConfigError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.expert_lora import ExpertLoRA, RouterLoRA
 from fctune.models.lora import LoRALinear, describe_adapters, find_frozen_experts

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig
-from fctune.errors import ConfigError
 from fctune.models import export
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import FrozenLinear, copy_rows_, is_nf4

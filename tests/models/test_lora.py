@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig
-from fctune.errors import ConfigError
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout, row_key
 from tests.models.model_samples import ALL_MODULES, load_model
 

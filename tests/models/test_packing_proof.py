@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models import packing_proof
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.precision import PrecisionPolicy

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.model_zoo import find_entry, save_config
+from fctune.base.errors import CheckpointError, ConfigError
 from fctune.config.schema import AdapterConfig
-from fctune.errors import CheckpointError, ConfigError
 from fctune.models.architecture import Architecture
 from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import materialize_

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
-from fctune.errors import ConfigError
 from fctune.models.causal_lm import CausalLM
 from fctune.parallel.activations import apply_activation_checkpointing_
 from tests.models.expert_samples import draw_ids, make_model, make_reference

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
-from fctune.errors import ConfigError
 from fctune.models.attention import DocumentBounds, make_bounds
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig
-from fctune.errors import ConfigError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_adapter, export_merged
 from fctune.models.token_rows import trained_token_ids

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig
-from fctune.errors import ConfigError
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import PrecisionPolicy

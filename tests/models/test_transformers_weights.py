@@ -15,12 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fctune.base.distributed import World
+from fctune.base.errors import CheckpointError, ConfigError
 from fctune.checkpoint.hf_checkpoint import HFModelWeights
 from fctune.checkpoint.tensors import named_trainable
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.parallel import ParallelConfig
-from fctune.distributed import World
-from fctune.errors import CheckpointError, ConfigError
 from fctune.models.base_weights import find_targets, load_base_, plan_base
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.export import export_adapter, export_merged, iter_merged

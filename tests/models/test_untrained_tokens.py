@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig
-from fctune.errors import ConfigError
 from fctune.models.sources import read_architecture
 from fctune.models.token_choice import TokenChoice, choose_tokens
 from fctune.models.untrained_tokens import MAX_DISTANCE, Candidates, find_untrained_rows

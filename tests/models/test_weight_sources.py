@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fctune.errors import CheckpointError
+from fctune.base.errors import CheckpointError
 from fctune.models.tensor_files import TensorReader, read_headers
 from fctune.models.transformers.lazy_tensors import LazyTensor
 from fctune.models.weight_plan import WeightPlan

@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fctune.base.distributed import World
+from fctune.base.errors import CheckpointError
 from fctune.config.sections.parallel import ParallelConfig
-from fctune.distributed import World
-from fctune.errors import CheckpointError
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy

@@ -16,9 +16,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
-from fctune.errors import ConfigError
 from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM
 from fctune.models.dropout import row_key

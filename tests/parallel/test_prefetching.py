@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from fctune.base.distributed import World
 from fctune.config.sections.parallel import ParallelConfig
-from fctune.distributed import World
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy

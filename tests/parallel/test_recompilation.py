@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.model import ModelSource
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.data.prepared_set import open_prepared, prepare
-from fctune.distributed import World
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import adapters_off, apply_lora_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import parse_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
-from fctune.telemetry.sinks import SinkGroup
+from fctune.runs.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.setup import start_state

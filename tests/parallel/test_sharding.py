@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fctune.base.errors import ConfigError
 from fctune.config.sections.parallel import ParallelConfig
-from fctune.errors import ConfigError
 from fctune.models.precision import PrecisionPolicy, check_device, choose_precision
 from fctune.parallel.footprint import GIB, Footprint
 from fctune.parallel.layout import (

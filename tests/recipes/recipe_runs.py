@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-from fctune import distributed
-from fctune.distributed import World
+from fctune.base import distributed
+from fctune.base.distributed import World
 from fctune.training.entry import run_recipe
 from recipes.full_fc_distributed import FullFunctionCallingRecipe
 from recipes.lora_dpo_distributed import LoRAPreferenceRecipe

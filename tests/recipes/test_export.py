@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
+from fctune.base.errors import CheckpointError
 from fctune.config.loading import load_config
-from fctune.distributed import World
-from fctune.errors import CheckpointError
 from fctune.models.export import export_merged
 from fctune.training.setup import build_base, shard_and_load_
 from tests.conftest import ROOT, TINY_BASE

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fctune.distributed import World
+from fctune.base.distributed import World
 from fctune.training import setup
 from tests.conftest import ROOT
 from tests.ranks import run_ranks

@@ -14,7 +14,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message
 from fctune.data.encoding import Counts, encode_sources
 from fctune.data.synthetic import iter_conversations
-from fctune.generation.in_process import InProcessEngine
+from fctune.engines.in_process import InProcessEngine
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import Kind, arguments_for, check_single_report, run_kind_on_rank
 from tests.thinking_templates import HYBRID, READS, write_thinking_model

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from fctune.distributed import World
+from fctune.base.distributed import World
 from fctune.models.transformers import attention
 from tests.models.expert_samples import save_base
 from tests.models.hybrid_samples import save_hybrid

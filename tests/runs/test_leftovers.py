@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fctune import files
+from fctune.base import files
 from fctune.cli import main
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.prepared_set import prepare

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from fctune.base.errors import DataError
 from fctune.checkpoint.files import FileRecord
 from fctune.checkpoint.store import CheckpointStore
-from fctune.errors import DataError
+from fctune.runs.alert_monitor import AlertMonitor
+from fctune.runs.alerts import Alert
 from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.record import read_run
 from fctune.runs.time_use import account_for_time
-from fctune.telemetry.alert_monitor import AlertMonitor
-from fctune.telemetry.alerts import Alert
 from fctune.training.run_directory import RunDirectory
 from tests.runs.sample_runs import change_run, make_config, make_run, make_steps, tear, write_steps
 
@@ -243,7 +243,7 @@ def test_a_record_is_cleared_when_a_new_run_replaces_the_directory(tmp_path: Pat
 
 
 def test_two_hundred_thousand_steps_are_read_and_reported_in_seconds(tmp_path: Path) -> None:
-    from fctune.report.run_page import make_run_page
+    from fctune.apps.report.run_page import make_run_page
 
     directory = make_run(tmp_path / "run", 1)
     template: dict[str, Any] = next(make_steps(2, 2))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from fctune.apps.report.run_page import make_run_page
+from fctune.base.errors import ConfigError
 from fctune.cli import main
 from fctune.config.loading import load_config
 from fctune.config.sections.success import SuccessConfig
-from fctune.errors import ConfigError
-from fctune.report.run_page import make_run_page
 from fctune.runs.record import read_run
 from tests.conftest import ROOT
 from tests.ranks import run_ranks

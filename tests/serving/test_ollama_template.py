@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from fctune.apps.launch.ollama import make_modelfile
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.launch.ollama import make_modelfile
+from tests.apps.launch.go_template import render_go, to_go
 from tests.conftest import ROOT
-from tests.launch.go_template import render_go, to_go
 
 pytestmark = pytest.mark.serving
 
@@ -61,7 +61,7 @@ def test_go_renders_what_the_evaluator_in_python_renders_and_finds_the_mark_of_c
                     data = {**data, "Tools": [{"Function": tool.function} for tool in tools]}
                 expected.append(render_go(source, data))
     environment = {**os.environ, "GOCACHE": str(tmp_path), "GO111MODULE": "off"}
-    program = ROOT / "tests" / "launch" / "ollama_template.go"
+    program = ROOT / "tests" / "apps" / "launch" / "ollama_template.go"
     done = subprocess.run(
         [go, "run", str(program)], input=json.dumps(requests), env=environment, capture_output=True, text=True
     )

@@ -11,11 +11,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from fctune.base.errors import ConfigError
 from fctune.data.chat_template import ChatTemplate
-from fctune.errors import ConfigError
-from fctune.sampling.rollouts import Generation
-from fctune.sampling.server_adapters import PublishedAdapter
-from fctune.sampling.server_engine import ServerPatience, ServerRolloutEngine
+from fctune.tasks.sampling.rollouts import Generation
+from fctune.tasks.sampling.server_adapters import PublishedAdapter
+from fctune.tasks.sampling.server_engine import ServerPatience, ServerRolloutEngine
 from tests.conftest import TINY_BASE
 from tests.ranks import find_port
 from tests.serving.servers import serve_vllm

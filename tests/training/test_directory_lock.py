@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.training.directory_lock import DirectoryLock
 from fctune.training.run_directory import RunDirectory
 from tests.conftest import ROOT

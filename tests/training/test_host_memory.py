@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
 from fctune.data.prepared_set import open_prepared, prepare
-from fctune.distributed import World
-from fctune.telemetry.sinks import SinkGroup
+from fctune.runs.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.host_memory import HostMemoryCallback, reuse_freed_memory
 from fctune.training.loop import build_loader, train

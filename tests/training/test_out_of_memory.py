@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from fctune.base.distributed import World
 from fctune.config.loading import load_config
-from fctune.distributed import World
 from fctune.runs.record import read_run
 from fctune.runs.success import judge_run
 from fctune.training.out_of_memory import MemorySnapshot, is_out_of_memory, suggest_less_memory

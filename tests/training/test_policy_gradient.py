@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.grpo import GRPOConfig
 from fctune.data.loader import StepTotals
-from fctune.distributed import World
 from fctune.models.export import iter_merged
-from fctune.sampling.rollouts import Rollout
-from fctune.telemetry.sinks import SinkGroup
+from fctune.runs.sinks import SinkGroup
+from fctune.tasks.sampling.rollouts import Rollout
 from fctune.training.loop import train
 from fctune.training.policy_gradient import (
     PolicyObjective,

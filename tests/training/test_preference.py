@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.preference import PreferenceConfig
 from fctune.data.prepared_set import PreparedSet, prepare
-from fctune.distributed import World
 from fctune.models.export import iter_merged
 from fctune.models.lora import adapters_off
-from fctune.telemetry.sinks import SinkGroup
+from fctune.runs.sinks import SinkGroup
 from fctune.training.loop import build_loader, train
 from fctune.training.preference import PreferenceObjective, log1mexp, pair_losses
 from fctune.training.prefetch import make_inputs

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from fctune.base.distributed import World
+from fctune.base.errors import DataError
 from fctune.config.schema import RunConfig
-from fctune.distributed import World
-from fctune.errors import DataError
-from fctune.generation.engine import AnswerTokens
+from fctune.engines.engine import AnswerTokens
 from fctune.models.attention import make_bounds
-from fctune.sampling.in_process_rollouts import InProcessRolloutEngine
-from fctune.sampling.rollouts import Generation, Request, Rollout, RolloutEngine
-from fctune.sampling.task_order import TaskOrder
+from fctune.tasks.sampling.in_process_rollouts import InProcessRolloutEngine
+from fctune.tasks.sampling.rollouts import Generation, Request, Rollout, RolloutEngine
+from fctune.tasks.sampling.task_order import TaskOrder
 from fctune.training.rollout_source import RolloutSource
 from tests.ranks import run_ranks
 from tests.training.training_runs import make_config

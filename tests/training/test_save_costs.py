@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fctune.distributed import World
+from fctune.base.distributed import World
 from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import arguments_for, run_on_rank

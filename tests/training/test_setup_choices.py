@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fctune.apps.launch.checks import check_length
+from fctune.base.distributed import World
 from fctune.config.loading import load_config
 from fctune.config.sections.telemetry import WandbConfig
 from fctune.data.prepared_set import resolve_batch_size
-from fctune.distributed import World
-from fctune.launch.checks import check_length
 from fctune.parallel.layout import Hardware
 from fctune.training import setup
 from fctune.training.setup import is_wandb_on

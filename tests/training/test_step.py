@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import open_prepared, prepare
-from fctune.distributed import World
 from fctune.models.attention import DocumentBounds, make_bounds
 from fctune.parallel.sharding import GradientSync
-from fctune.telemetry.sinks import SinkGroup
+from fctune.runs.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.loop import NonFiniteError, build_loader, train
 from fctune.training.objective import Objective

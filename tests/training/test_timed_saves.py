@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from fctune.distributed import World
+from fctune.base.distributed import World
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import arguments_for, run_on_rank
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fctune.base.distributed import World
 from fctune.checkpoint.tensors import collect_tensors, init_optimizer_state_
 from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet, open_prepared, prepare
-from fctune.distributed import World
 from fctune.models.base_weights import load_base_
 from fctune.models.sources import read_architecture
-from fctune.telemetry.sinks import SinkGroup
+from fctune.runs.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.loop import build_loader, train
 from fctune.training.prefetch import make_inputs

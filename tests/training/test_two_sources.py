@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
 from fctune.data.prepared_set import prepare
-from fctune.distributed import World
 from tests.ranks import run_ranks
 from tests.training.training_runs import ADAPTER, compare, make_config, run_training
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
+from fctune.base.distributed import World
 from fctune.config.loading import parse_config
 from fctune.config.schema import RunConfig
 from fctune.data.prepared_set import open_prepared
-from fctune.distributed import World
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.token_choice import find_token_ids
 from fctune.models.token_rows import init_token_rows_, train_tokens_
 from fctune.parallel.sharding import GradientSync
-from fctune.telemetry.sinks import SinkGroup
+from fctune.runs.sinks import SinkGroup
 from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.preference import PreferenceObjective
 from fctune.training.setup import build_base, shard_and_load_, start_state

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, NamedTuple, get_args
 
+from fctune.base.forward_search import ForwardSearch
+from fctune.base.json_reader import MAX_DEPTH, is_deeper_than, reading_like_python, reads_like_python
 from fctune.calls.formats.call_objects import find_bare_calls
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.forward_search import ForwardSearch
-from fctune.parsing.json_reader import MAX_DEPTH, is_deeper_than, reading_like_python, reads_like_python
 
 Server = Literal["vllm", "sglang"]
 SERVERS: tuple[Server, ...] = get_args(Server)

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
+from fctune.base.json_reader import ParseError, decode_json, read_json, reads_like_python
+from fctune.base.python_reader import PythonReader
 from fctune.data.conversation import Call
-from fctune.parsing.json_reader import ParseError, decode_json, read_json, reads_like_python
-from fctune.parsing.python_reader import PythonReader
 
 # The beginning and the end of a value that has its lines to itself, with or without a code fence.
 _VALUE_START = re.compile(r"^[ \t]*+(?:```[ \t]*+\w*+\s*+)?+(?=[\[{])", re.MULTILINE)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, require_name
 from fctune.calls.formats.section_calls import SectionFormat
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError, read_json, skip_space
 
 _OPEN, _CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from fctune.base.json_reader import ParseError, decode_json
 from fctune.calls.formats.base import TemplateSignature
 from fctune.calls.formats.invoke_calls import Block, InvokeFormat
 from fctune.calls.formats.json_calls import dump_json
 from fctune.data.conversation import Call
-from fctune.parsing.json_reader import ParseError, decode_json
 
 _DSML = "｜DSML｜"
 

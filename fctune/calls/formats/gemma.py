@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from fctune.base.errors import DataError
+from fctune.base.json_reader import MAX_DEPTH, ParseError, decode_json
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, require_name
 from fctune.data.conversation import Call, Tool
-from fctune.errors import DataError
-from fctune.parsing.json_reader import MAX_DEPTH, ParseError, decode_json
 
 _NAME = re.compile(r"[^\s{}()<>]+")
 # Keys are written without marks; others are put between those of strings, as the templates write them in schemas.

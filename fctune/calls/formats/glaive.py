@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.call_objects import to_call
 from fctune.calls.formats.json_calls import dump_json
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError, read_json, skip_space
 
 _MARK = "<functioncall>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*(?=")')

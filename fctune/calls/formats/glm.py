@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from fctune.base.json_reader import ParseError
 from fctune.calls.argument_types import argument_schemas
 from fctune.calls.formats.base import ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json
@@ -22,7 +23,6 @@ from fctune.calls.formats.tagged_calls import (
     write_value,
 )
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError
 
 _KEY_OPEN, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _PLAIN = re.compile(r"<arg_key>([^<>\s]++)</arg_key>[ \t\r\n]*+<arg_value>([^<]*+)</arg_value>[ \t\r\n]*+")

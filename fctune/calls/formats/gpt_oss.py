@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, require_name
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError, read_json, skip_space
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|call|>", "<|end|>", "<|return|>")

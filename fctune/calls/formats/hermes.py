@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fctune.base.json_reader import ParseError, decode_json, read_json, skip_space
+from fctune.base.python_reader import PythonReader
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.call_objects import to_call
 from fctune.calls.formats.json_calls import dump_json, to_object
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError, decode_json, read_json, skip_space
-from fctune.parsing.python_reader import PythonReader
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 

@@ -7,13 +7,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fctune.base.errors import DataError
+from fctune.base.json_reader import ParseError, read_json
 from fctune.calls.argument_types import argument_schemas
 from fctune.calls.formats.base import CallFormat, Malformed, Parsed, ParseState
 from fctune.calls.formats.json_calls import dump_json, require_name
 from fctune.calls.formats.tagged_calls import find_closing, skip_space
 from fctune.data.conversation import Call, Tool
-from fctune.errors import DataError
-from fctune.parsing.json_reader import ParseError, read_json
 
 _NAME = re.compile(r"[^\s\"'<>=\[\]{}]+")
 _KEY = re.compile(r"[^\"<>\n\S]*+[^\"<>\s](?:[^\"<>\n]*[^\"<>\s])?")

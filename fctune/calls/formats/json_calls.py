@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fctune.base.errors import DataError
+from fctune.base.json_reader import ParseError, read_json, skip_space
+from fctune.base.python_reader import PythonReader
 from fctune.calls.formats.base import CallFormat, ParseState
 from fctune.calls.formats.call_objects import to_call
 from fctune.data.conversation import Call, Tool
-from fctune.errors import DataError
-from fctune.parsing.json_reader import ParseError, read_json, skip_space
-from fctune.parsing.python_reader import PythonReader
 
 Convert = Callable[[Any, str, bool], Call | str]
 """Makes a call of a decoded value, the key of the arguments, and whether to be lenient; or gives the reason why not."""

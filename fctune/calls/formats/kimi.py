@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, require_name
 from fctune.calls.formats.section_calls import SectionFormat
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError, read_json, skip_space
 
 _OPEN, _CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _ARGUMENTS, _CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fctune.base.json_reader import ParseError
+from fctune.base.python_reader import PythonReader
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.pythonic import read_python_calls, render_python_call
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError
-from fctune.parsing.python_reader import PythonReader
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.call_objects import to_call
 from fctune.calls.formats.json_calls import CALL_START, dump_json, read_objects, to_object
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError, read_json, skip_space
 
 
 class LlamaJson(CallFormat):

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
+from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import MarkedListFormat, dump_json, require_name
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError, read_json, skip_space
 
 _MARK, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[^\s\[]([^\[]*[^\s\[])?")

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from fctune.base.json_reader import ParseError, decode_json
 from fctune.calls.formats.base import ParseState, TemplateSignature
 from fctune.calls.formats.invoke_calls import Block, InvokeFormat
 from fctune.calls.formats.json_calls import dump_json
 from fctune.calls.formats.tagged_calls import read_value, write_value
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError, decode_json
 
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS = ("<|eom|>", "<|eot|>")

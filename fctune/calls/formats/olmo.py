@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
+from fctune.base.json_reader import ParseError
+from fctune.base.python_reader import PythonReader
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json
 from fctune.calls.formats.pythonic import CALL_START, read_python_calls, render_python_call
 from fctune.calls.formats.tagged_calls import skip_space
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError
-from fctune.parsing.python_reader import PythonReader
 
 _LINE_END = re.compile(r"[ \t\r]*+(?:\n|\Z)")
 

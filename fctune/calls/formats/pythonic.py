@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fctune.base.errors import DataError
+from fctune.base.json_reader import ParseError
+from fctune.base.python_reader import PythonReader
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, find_mark, read_objects
 from fctune.calls.formats.tagged_calls import skip_space
 from fctune.data.conversation import Call, Tool
-from fctune.errors import DataError
-from fctune.parsing.json_reader import ParseError
-from fctune.parsing.python_reader import PythonReader
 
 _MARKS = ("<|python_tag|>", "<|python_start|>")
 _END = "<|python_end|>"

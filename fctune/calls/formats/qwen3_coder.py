@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from fctune.base.json_reader import ParseError
 from fctune.calls.argument_types import argument_schemas
 from fctune.calls.formats.base import Parsed, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json
@@ -22,7 +23,6 @@ from fctune.calls.formats.tagged_calls import (
     write_value,
 )
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"

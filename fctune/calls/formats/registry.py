@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 import re
 
+from fctune.base.errors import ConfigError, DataError
 from fctune.calls import formats
 from fctune.calls.discovery import find_formats, match_signature, sort_signatures
 from fctune.calls.formats.base import CallFormat
-from fctune.errors import ConfigError, DataError
 
 _DECLARED = re.compile(r"\{#-?\s*call_format:\s*([\w.\-]+)")
 

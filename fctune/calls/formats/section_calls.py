@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from fctune.base.json_reader import ParseError, skip_space
 from fctune.calls.formats.base import CallFormat, Malformed, ParseState
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import ParseError, skip_space
 
 
 class SectionFormat(CallFormat):

@@ -12,13 +12,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fctune.base.errors import DataError
+from fctune.base.json_reader import ParseError, decode_json
 from fctune.calls.argument_types import read_typed_text
 from fctune.calls.formats.base import CallFormat, ParseState
 from fctune.calls.formats.json_calls import dump_json
 from fctune.calls.matching import is_equal
 from fctune.data.conversation import Call, Tool
-from fctune.errors import DataError
-from fctune.parsing.json_reader import ParseError, decode_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NAME = re.compile(r"[^<>\s]+")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fctune.base.json_reader import skip_space
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import CALL_START, dump_json, read_list, read_objects, to_object
 from fctune.data.conversation import Call, Tool
-from fctune.parsing.json_reader import skip_space
 
 
 class Xlam(CallFormat):

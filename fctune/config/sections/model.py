@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from fctune.base.errors import ConfigError
 from fctune.config.chat_templates import read_chat_template
 from fctune.config.fields import AT_LEAST_0, Null, join_key
 from fctune.config.parsing import suggest_hub_name
-from fctune.errors import ConfigError
 
 ModelSource = Literal["auto", "torchtune", "transformers"]
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
+from fctune.base.errors import DataError
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.check.overlap import OverlapIndex
 from fctune.data.check.reasoning import ReasoningCount
@@ -29,7 +30,6 @@ from fctune.data.conversation import Conversation
 from fctune.data.conversation_encoder import get_defect_kind
 from fctune.data.sources import Defect, ParsedRow, parse_source
 from fctune.data.sources.columns import Columns
-from fctune.errors import DataError
 
 Encode = Callable[[Conversation], tuple[int, int]]
 """Counts the tokens and the supervised tokens of a conversation; raises ``DataError`` if it cannot be rendered."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fctune.base.errors import DataError
 from fctune.data.check.similarity import WordHasher
 from fctune.data.conversation import Conversation
 from fctune.data.sources import ParsedRow, parse_source
@@ -14,7 +15,6 @@ from fctune.data.sources.defects import RowError
 from fctune.data.sources.files import open_rows
 from fctune.data.sources.reader import list_files
 from fctune.data.sources.row_json import RowJsonReader
-from fctune.errors import DataError
 
 Purpose = Literal["validation", "eval"]
 

@@ -21,8 +21,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fctune.base.errors import DataError
 from fctune.data.conversation import Conversation
-from fctune.errors import DataError
 
 NUM_HASHES = 64
 NEAR = 0.8

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from fctune.base.errors import DataError
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.filling import ArrowStruct
 from fctune.data.sources.row_json import RowJsonReader
-from fctune.errors import DataError
 
 _BATCH_ROWS = 256
 

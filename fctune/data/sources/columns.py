@@ -7,9 +7,9 @@ from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from fctune.base.errors import DataError
 from fctune.data.conversation import Conversation
 from fctune.data.sources.defects import RowError
-from fctune.errors import DataError
 
 Columns = Mapping[str, str]
 """The format's name for each own column, or ``IGNORE``."""

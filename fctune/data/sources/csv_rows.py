@@ -6,10 +6,10 @@ import csv
 from collections.abc import Iterator
 from typing import Any
 
+from fctune.base.errors import DataError
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.files import MAX_ROW_BYTES
 from fctune.data.sources.row_json import RowJsonReader
-from fctune.errors import DataError
 
 # Columns that hold lists; the readers of other formats decode their own.
 _JSON_COLUMNS = ("messages", "conversations", "tools")

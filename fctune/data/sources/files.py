@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
-from fctune.errors import DataError
+from fctune.base.errors import DataError
 
 MAX_ROW_BYTES = 32 * 2**20
 _BUFFER_BYTES = 2**20

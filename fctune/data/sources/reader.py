@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from fctune.base.errors import DataError
 from fctune.config.parsing import suggest_hub_name
 from fctune.config.sections.data import DATA_SUFFIXES
 from fctune.data.conversation import Conversation, Tool
@@ -27,7 +28,6 @@ from fctune.data.sources.row_formats.registry import (
     read_row,
 )
 from fctune.data.sources.row_reasoning import REASONING_KEYS
-from fctune.errors import DataError
 
 if TYPE_CHECKING:
     from fctune.data.sources.arrow import IsWanted

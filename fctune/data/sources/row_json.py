@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fctune.base.declared_calls import DeclaredCallReader
+from fctune.base.json_reader import MAX_DEPTH, JsonReader, ParseError, is_deeper_than, skip_space
 from fctune.data.sources.defects import RowError
-from fctune.parsing.declared_calls import DeclaredCallReader
-from fctune.parsing.json_reader import MAX_DEPTH, JsonReader, ParseError, is_deeper_than, skip_space
 
 # A call puts an object and a list around its arguments when it is written as JSON.
 MAX_VALUE_DEPTH = MAX_DEPTH - 2

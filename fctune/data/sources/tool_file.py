@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from fctune.base.errors import ConfigError
 from fctune.data.conversation import Tool
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.read_context import ReadContext
-from fctune.errors import ConfigError
 
 _PLACE = re.compile(r"\[(\d+)\]\.?(.*)", re.DOTALL)
 

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from fctune.base.json_reader import ParseError
+from fctune.base.python_reader import PythonReader
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.openapi import allow_null, read_operations
 from fctune.data.sources.row_json import RowJsonReader
-from fctune.parsing.json_reader import ParseError
-from fctune.parsing.python_reader import PythonReader
 
 _MAX_NESTING = 4  # lists, envelopes and strings around a tool
 _GEMINI_TYPES = frozenset({"STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL"})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.architecture import ALL_LINEAR, Architecture, Block, Branch, LinearShape
 from fctune.models.torchtune import names
 from fctune.models.torchtune.lazy_datasets import lazy_datasets

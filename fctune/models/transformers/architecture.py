@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fctune.base.errors import ConfigError
 from fctune.config.parsing import suggest
-from fctune.errors import ConfigError
 from fctune.models.architecture import ALL_LINEAR, EXPERT_ADAPTERS, ROUTER_ADAPTER, Architecture, Block, ExpertShape
 from fctune.models.transformers import peft_experts
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.attention import DocumentBounds, attend, needs_flex
 
 # Name of our attention among transformers' implementations.

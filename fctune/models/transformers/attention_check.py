@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionMaskInterface, masking_utils
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM
 from fctune.models.transformers.architecture import TransformersArchitecture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.architecture import Architecture
 from fctune.models.router_balance import RouterBalance
 from fctune.models.transformers.architecture import TransformersArchitecture

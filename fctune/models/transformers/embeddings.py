@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.token_rows import TokenEmbedding, TokenRows
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.architecture import Block, Branch, ExpertShape, LinearShape
 from fctune.models.causal_lm import ExpertWeight
 from fctune.models.frozen_linear import is_linear

@@ -21,7 +21,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from fctune.errors import ConfigError
+from fctune.base.errors import ConfigError
 from fctune.models.attention import DocumentBounds
 from fctune.models.document_attention import CPU_TILE, keeps_kernels
 from fctune.models.dropout import TokenKeys

@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.quantizers import AutoHfQuantizer
 
-from fctune.errors import CheckpointError, ConfigError
+from fctune.base.errors import CheckpointError, ConfigError
 from fctune.models.tensor_files import TensorHeader
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.lazy_dequantization import defer_dequantization_

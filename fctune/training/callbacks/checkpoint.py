@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from fctune import distributed
+from fctune.base import distributed
+from fctune.base.distributed import World
 from fctune.checkpoint.saver import Guard, Saver, SaveResult, no_guard
 from fctune.checkpoint.state import Checkpointer
 from fctune.checkpoint.store import Checkpoint, CheckpointStore, Kind
 from fctune.config.schema import CheckpointConfig
-from fctune.distributed import World
 from fctune.training.callbacks.base import Callback
 
 logger = logging.getLogger("fctune")

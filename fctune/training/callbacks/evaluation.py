@@ -7,7 +7,7 @@ from typing import Any
 
 from fctune.checkpoint.state import TrainState
 from fctune.config.sections.evaluation import EvalConfig
-from fctune.evaluation.live import LiveEvaluation
+from fctune.tasks.evaluation.live import LiveEvaluation
 from fctune.training.callbacks.base import Callback
 
 logger = logging.getLogger("fctune")

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fctune.files import run_within
-from fctune.launcher_watch import kill_launcher_later, release_output
+from fctune.base.files import run_within
+from fctune.base.launcher_watch import kill_launcher_later, release_output
 from fctune.training.callbacks.base import Callback
 from fctune.training.callbacks.checkpoint import SAVE_FAILED
 

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fctune import distributed
-from fctune.signals import SignalPipe, name_signal
+from fctune.base import distributed
+from fctune.base.signals import SignalPipe, name_signal
 from fctune.training.callbacks.base import Callback
 from fctune.training.callbacks.checkpoint import CheckpointCallback, SaveError
 

@@ -6,14 +6,14 @@ import json
 import re
 from typing import Any
 
+from fctune.base.declared_calls import DeclaredCallReader
+from fctune.base.json_reader import ParseError
 from fctune.data.conversation import Call
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.python_types import convert_schema
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
 from fctune.data.sources.row_formats.base import RowFormat
 from fctune.data.sources.row_formats.sharegpt import SPEAKERS, read_turns
-from fctune.parsing.declared_calls import DeclaredCallReader
-from fctune.parsing.json_reader import ParseError
 
 _LIST_HEAD = re.compile(r"(?:Here is a )?list of functions in JSON format that you can invoke[.:]?\s*(?=\[)")
 _PROMPT = (

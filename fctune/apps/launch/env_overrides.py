@@ -1,0 +1,105 @@
+"""Environment variables that override a config, and the launch specification derived from both."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fctune.base.errors import ConfigError
+from fctune.config.components import ALLOW_COMPONENTS
+from fctune.config.loading import read_environment
+from fctune.config.schema import RunConfig
+from fctune.models.run_config import load_run_config
+
+# Environment variable -> the config key that it sets; an empty variable sets nothing.
+ENV_OVERRIDES = {
+    "MODEL": "model.path",
+    "DATASET": "data.sources.0.path",
+    "MAX_SAMPLES": "data.max_samples",
+    "EPOCHS": "epochs",
+    "MAX_STEPS": "max_steps",
+    "LEARNING_RATE": "optimizer.lr",
+    "SEED": "seed",
+    "OUTPUT_DIR": "output_dir",
+    "WANDB_PROJECT": "telemetry.wandb.project",
+}
+
+_REPLACE_SOURCES = "data.sources=[{path: null}]"  # DATASET replaces all sources of a config
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """A run as every node launches it."""
+
+    config: RunConfig
+    arguments: list[str]  # key=value overrides that follow --config
+    shared: Path  # mount point of the volume shared by all nodes
+
+    @property
+    def log_dir(self) -> Path:
+        """Directory of the nodes' logs; outside the run's own directory, which may be renamed."""
+        return self.shared / "logs" / Path(self.config.output_dir).name
+
+    def with_arguments(self, arguments: Sequence[str]) -> LaunchSpec:
+        """Return a copy with further overrides appended."""
+        return replace(self, arguments=[*self.arguments, *arguments])
+
+    def prepare(self) -> None:
+        """Create the log directory.
+
+        Raises:
+            ConfigError: The shared volume cannot be written.
+        """
+        try:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be written ({error.strerror}).") from None
+
+    def to_shell(self, node: int) -> str:
+        """Shell assignments of ``recipe``, ``output_dir``, ``log`` and ``arguments``, to be sourced by a script.
+
+        What ``--allow-component`` has allowed is exported to the ranks.
+        """
+        words = {
+            "recipe": self.config.recipe,
+            "output_dir": self.config.output_dir,
+            "log": str(self.log_dir / f"node-{node}.log"),
+        }
+        lines = [f"{name}={shlex.quote(value)}" for name, value in words.items()]
+        if allowed := read_environment().get(ALLOW_COMPONENTS):
+            lines.append(f"export {ALLOW_COMPONENTS}={shlex.quote(allowed)}")
+        return "\n".join([*lines, f"arguments=({' '.join(map(shlex.quote, self.arguments))})"]) + "\n"
+
+
+def _split_overrides(text: str) -> list[str]:
+    """Split OVERRIDES at its spaces, as a shell does.
+
+    Raises:
+        ConfigError: A quotation mark is missing.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"OVERRIDES={text}: {error}; write key=value pairs as on a command line.") from None
+
+
+def resolve_launch(config: Path, environment: Mapping[str, str], overrides: Sequence[str], shared: Path) -> LaunchSpec:
+    """Combine a config file with environment variables and command-line overrides, in increasing precedence.
+
+    A relative ``output_dir`` is resolved against the shared volume, because a node's own disks are deleted with it.
+
+    Raises:
+        ConfigError: Listing every problem of the combined config.
+    """
+    arguments = []
+    for name, key in ENV_OVERRIDES.items():
+        if environment.get(name):
+            arguments += [_REPLACE_SOURCES] if name == "DATASET" else []
+            arguments.append(f"{key}={environment[name]}")
+    arguments += _split_overrides(environment.get("OVERRIDES", ""))
+    arguments += overrides
+    output_dir = shared / load_run_config(config, arguments).output_dir
+    arguments.append(f"output_dir={output_dir}")
+    return LaunchSpec(load_run_config(config, arguments), arguments, shared)

@@ -1,0 +1,77 @@
+"""Inputs of a plan other than the config: machines, price, and assumptions about the data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from fctune.apps.plan.prices import NETWORK_GIB, Prices
+from fctune.apps.plan.startup import DOWNLOAD_GB_S
+from fctune.base.errors import ConfigProblems
+from fctune.base.gpus import Gpu
+
+# Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100s (https://arxiv.org/abs/2407.21783).
+FAILURES_PER_GPU_DAY = 419 / 54 / 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Machines and data to plan for; None takes what is found on disk, or a stated assumption.
+
+    Raises:
+        ConfigError: Numbers are out of range, one line each.
+    """
+
+    gpu: Gpu
+    nodes: int = 1
+    gpus_per_node: int = 8
+    model: str | None = None  # directory with a config.json, instead of the config's model.path
+    rows: int | None = None  # rows of the data, if no prepared set exists
+    mean_tokens: float | None = None  # mean tokens per row
+    price: float | None = None  # of a GPU-hour; None takes the config's
+    efficiency: float | None = None  # share of the peak rate that a step reaches; None takes the rates of kernels
+    disk_gb_s: float = 1.0
+    failures_per_gpu_day: float = FAILURES_PER_GPU_DAY
+    is_searching: bool = False  # try other numbers of nodes too
+    prices: Prices = field(default_factory=Prices)  # of GPUs without ``price``, disks and traffic
+    shared_gib: float = 2000.0  # size of the shared disk to pay for
+    network_gib: float = NETWORK_GIB  # size of each node's network disk
+    server_gpus: int | None = None  # GPUs of the server in reinforcement; None takes those of one node
+    egress_gib: float | None = None  # traffic to the internet; None takes the export's size, published once
+    download_gb_s: float = DOWNLOAD_GB_S  # from the hub and the registry
+    startup_min: float | None = None  # from the first paid minute to the first step; None estimates it
+    deadline_hours: float | None = None  # of the search
+
+    def __post_init__(self) -> None:
+        problems = ConfigProblems()
+        for option, number in (("--nodes", self.nodes), ("--gpus-per-node", self.gpus_per_node)):
+            if number < 1:
+                problems.add(f"{option} {number}: expected 1 or more.")
+        if self.server_gpus is not None and self.server_gpus < 1:
+            problems.add(f"--server-gpus {self.server_gpus}: expected 1 or more.")
+        if self.efficiency is not None and not 0 < self.efficiency <= 1:
+            problems.add(f"--efficiency {self.efficiency:g}: expected more than 0 and at most 1.")
+        if self.price is not None and not (self.price >= 0 and math.isfinite(self.price)):
+            problems.add(f"--price {self.price:g}: expected a finite number, 0 or more.")
+        above_0 = {
+            "--disk-gb-s": self.disk_gb_s,
+            "--download-gb-s": self.download_gb_s,
+            "--deadline-hours": 1.0 if self.deadline_hours is None else self.deadline_hours,
+        }
+        for option, value in above_0.items():
+            if not (value > 0 and math.isfinite(value)):
+                problems.add(f"{option} {value:g}: expected a finite number greater than 0.")
+        if self.deadline_hours is not None and not self.is_searching:
+            problems.add("--deadline-hours: only --search chooses a number of nodes; add --search.")
+        if not (self.failures_per_gpu_day >= 0 and math.isfinite(self.failures_per_gpu_day)):
+            problems.add(f"--failures-per-gpu-day {self.failures_per_gpu_day:g}: expected 0 or more.")
+        sizes = {
+            "--shared-gib": self.shared_gib,
+            "--network-gib": self.network_gib,
+            "--egress-gib": self.egress_gib or 0.0,
+            "--startup-min": self.startup_min or 0.0,
+        }
+        for option, size in sizes.items():
+            if not (size >= 0 and math.isfinite(size)):
+                problems.add(f"{option} {size:g}: expected 0 or more.")
+        problems.raise_all()

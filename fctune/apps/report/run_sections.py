@@ -1,0 +1,278 @@
+"""Sections of a run's page: success criteria, setup, events, time, evaluations and data."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fctune.apps.report.eval_page import FACETS, format_bounds, make_case
+from fctune.apps.report.page import Cell, Chart, Page, Series, Tone, draw_interval, escape, make_table
+from fctune.apps.report.run_text import format_number, format_seconds, format_value
+from fctune.calls.metrics import rate
+from fctune.config.intervals import format_count
+from fctune.config.recipes import find_recipe
+from fctune.runs.figures import Figures
+from fctune.runs.record import RunRecord
+from fctune.runs.results import Accuracy
+from fctune.runs.success import Criterion, CriterionStatus
+from fctune.runs.time_use import PART_DESCRIPTIONS
+from fctune.tasks.evaluation.judging import is_valid
+from fctune.tasks.evaluation.published import Published
+
+DATA_REPORT = "data_report.json"  # output of ``fctune data check --json``, if it was saved in the run directory
+
+_MAX_CASES = 300
+_MAX_EVENTS = 500
+_MAX_OPEN_EVENTS = 30
+_NO_WRAP = "white-space:nowrap"
+_TONES: dict[CriterionStatus, Tone] = {"PASS": "good", "FAIL": "bad", "not measured": "warn"}
+_REPORTED = ("rows", "conversations", "calls", "tools", "defects", "warnings", "duplicates", "near_duplicates")
+_COUNTS = {
+    "rows": "rows read",
+    "invalid": "invalid rows, skipped",
+    "overlong": "conversations dropped as too long",
+    "cut": "conversations truncated",
+    "unsupervised": "conversations dropped, no supervised tokens",
+    "benchmark": "conversations of a benchmark, which the model must not be measured with",
+    "supervised": "supervised tokens",
+}
+
+
+def add_success(page: Page, criteria: Sequence[Criterion], suffix: str = "", is_over: bool = True) -> None:
+    """Add the table of success criteria; for a run that is not over, with a note that they are provisional."""
+    rows = [
+        [
+            Cell(one.status, classes=_TONES[one.status], style=_NO_WRAP),
+            Cell(one.name, style="min-width:6em"),
+            Cell(one.threshold, style=_NO_WRAP),
+            Cell(one.detail, style="min-width:5em"),
+        ]
+        for one in criteria
+    ]
+    table = make_table([(title, False) for title in ("Status", "Criterion", "Threshold", "Result")], rows)
+    lead = "" if is_over else "Provisional: the run has not ended."
+    page.add_section(f"Success criteria{suffix}", table, lead=lead)
+
+
+def add_setup(page: Page, record: RunRecord, suffix: str = "") -> None:
+    """Add the model, data, command, machines and software versions of the run."""
+    run, config = record.run, record.config
+    data, versions = config.get("data", {}), run.get("versions", {})
+    sources = [
+        f"{source['path']}" + (f" x {source['weight']:g}" if source.get("weight", 1.0) != 1.0 else "")
+        for source in data.get("sources", ())
+    ]
+    rows: list[list[object]] = [
+        ["model", config.get("model", {}).get("path")],
+        ["trained", describe_method(config.get("adapter")) if config else None],
+        ["data", ", ".join(sources)],
+        ["sequence length", data.get("seq_len")],
+        ["global batch size", config.get("global_batch_size")],
+        ["optimizer", format_value(config.get("optimizer")) if config else None],
+        ["command", _format_command(record)],
+        ["ranks", run.get("world_size")],
+        ["device", run.get("device")],
+        ["started", run.get("started_at")],
+        ["ended or last write", record.ended_at.strftime("%Y-%m-%dT%H:%M:%SZ") if record.ended_at else None],
+        ["git revision", run.get("git_revision")],
+        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
+        ["directory", str(record.path)],
+        ["profiles", _list_files(record.path, "profile/*.json.gz")],
+        ["out-of-memory snapshots", _list_files(record.path, "out-of-memory-*.pickle")],
+    ]
+    facts = _make_facts([row for row in rows if row[1] not in (None, "")])
+    page.add_section(f"Setup{suffix}", facts, is_folded=bool(suffix))
+
+
+def add_events(page: Page, record: RunRecord, suffix: str) -> None:
+    """Add restarts, checkpoints, alerts, skipped updates and loss spikes, sorted by step."""
+    events: list[tuple[int, str, str]] = []
+    for segment in record.segments[1:]:
+        ranks = f", {segment.world_size} rank{'s' * (segment.world_size > 1)}" if segment.world_size else ""
+        at = f" at {segment.started_at:%Y-%m-%d %H:%M:%SZ}" if segment.started_at else ""
+        events.append((segment.after_step, "restart", f"from {Path(segment.checkpoint or '').name}{ranks}{at}"))
+    events += [(alert["step"], "alert", f"{alert['name']}: {alert.get('message', '')}") for alert in record.alerts]
+    events += [(saved.step, "checkpoint", f"{saved.kind}, {saved.name}") for saved in record.checkpoints]
+    losses = record.metrics.column("loss")
+    for metric, meaning in (("is_skipped", "update skipped: not finite"), ("is_spike", "loss spike")):
+        flags = record.metrics.column(metric)
+        for step, flag, loss in zip(record.metrics.steps, flags, losses, strict=True):
+            if flag:
+                events.append((step, "step", f"{meaning}{'' if loss is None else f', loss {loss:.4f}'}"))
+    if not events:
+        return
+    kept = events if len(events) <= _MAX_EVENTS else [e for e in events if e[1] != "step"][:_MAX_EVENTS]
+    rows = [list(event) for event in sorted(kept, key=lambda event: event[0])]
+    table = make_table([("Step", False), ("Event", False), ("Details", False)], rows)
+    table = f'<div class="events">{table}</div>'
+    if len(events) > _MAX_OPEN_EVENTS:
+        rest = "" if kept is events else f", {len(rows):,} shown"
+        table = f"<details><summary>{format_count(len(events), 'event')}{rest}</summary>{table}</details>"
+    page.add_section(f"Restarts, checkpoints and alerts{suffix}", table, is_folded=bool(suffix))
+
+
+def add_time(page: Page, figures: Figures, suffix: str) -> None:
+    """Add how the run's time was used, with GPU-hours and cost."""
+    time = figures.time
+    parts = {name: seconds for name, seconds in time.parts.items() if seconds > 0}
+    if not parts:
+        return
+    total = time.elapsed_s or sum(parts.values())
+    rows = [
+        [PART_DESCRIPTIONS[name], format_seconds(seconds), f"{seconds / total:.1%}"] for name, seconds in parts.items()
+    ]
+    table = make_table([("Use", False), ("Time", True), ("Share", True)], rows)
+    shares = [round(100 * seconds / total, 2) for seconds in parts.values()]
+    chart = Chart("bars", list(parts), [Series("share of the time, %", shares)])
+    if time.elapsed_s is None or time.goodput is None:
+        lead = "Shares of the measured step time; the start or the end of the run was not recorded."
+    else:
+        lead = f"{format_seconds(time.elapsed_s)} from the first start to the end, goodput {time.goodput:.1%}"
+        if time.gpu_hours is not None:
+            lead += f", {format_number(time.gpu_hours)} GPU-hours"
+            lead += " (one per rank)" if figures.cost is None else _describe_cost(figures, figures.cost)
+        lead += ". Goodput is the share of the time spent on training steps that were kept."
+    title = "Time" if figures.cost is None else "Time and cost"
+    page.add_section(f"{title}{suffix}", page.make_chart(chart), table, lead=lead)
+
+
+def _describe_cost(figures: Figures, gpus: float) -> str:
+    """Describe the cost of the GPU-hours, then the total with its parts."""
+    price, currency, costs = figures.price, figures.currency, figures.costs
+    listed = f" (list price of {price.date}, {price.source})" if price.source else ""
+    text = f" at {price.price:g} {currency}: {gpus:,.2f} {currency}{listed}"
+    if costs is None:
+        return text
+    nodes = f"{figures.num_nodes:,} x {figures.network_gib / figures.num_nodes:,.0f} GiB"
+    parts = {
+        "GPUs": costs.gpus,
+        f"shared disk for its {figures.files_gib:,.2f} GiB of files": costs.shared_disk,
+        f"network disks of {nodes}": costs.network_disks,
+        f"traffic of its {figures.export_gib:,.2f} GiB of exports, published once,": costs.traffic,
+    }
+    known = [f"{name} {part:,.2f}" for name, part in parts.items() if part is not None]
+    return f"{text}. Total {costs.total:,.2f} {currency} = {' + '.join(known)}" if len(known) > 1 else text
+
+
+def add_accuracy(page: Page, accuracy: Accuracy) -> None:
+    """Add the accuracy of one suite by category, compared with the base if it was evaluated, and the failures."""
+    compared = {row.category: row for row in accuracy.compare()}
+    heads = [("Category", False), ("n", True)]
+    heads += [("Before", True), ("95 % interval", True)] if compared else []
+    heads += [("After" if compared else "Correct", True), ("95 % interval", True), ("0 to 100 %", False)]
+    heads += [("Difference", True), ("95 % interval", True), ("p", True)] if compared else []
+    rows = []
+    for category, after in accuracy.rates():
+        cells: list[object] = [category, after["n"]]
+        before = None
+        if compared:
+            row = compared[category]
+            before = rate(row.num_right_before, row.n)
+            cells += [f"{before['rate']:.1%}", format_bounds(before)]
+        label = f"{after['rate']:.1%}, {format_bounds(after)}" + (f"; before {before['rate']:.1%}" if before else "")
+        drawing = draw_interval(after, before["rate"] if before else None, label, width_px=110)
+        cells += [f"{after['rate']:.1%}", format_bounds(after), Cell(drawing, is_html=True)]
+        if compared:
+            difference, low, high = row.difference
+            p_value = "< 0.0001" if row.p_value < 0.0001 else f"{row.p_value:.4f}"
+            cells += [f"{difference:+.1%}", f"{low:+.1%} to {high:+.1%}", p_value]
+        rows.append(cells)
+    lead = "Strict reading with Wilson intervals (dot and bar)."
+    if compared:
+        lead += " Before (ring) is the base on the same cases; differences are paired (Tango), p is McNemar's."
+    table = make_table(heads, rows, is_stacked=True)
+    page.add_section(f"Tool-call accuracy: {accuracy.suite}", table, *_make_failures(page, accuracy), lead=lead)
+
+
+def add_published(page: Page, published: Sequence[Published]) -> None:
+    """Add the numbers of other packages' benchmarks as these packages scored them."""
+    rows = [
+        [one.benchmark, one.model or "unnamed", category, score.num_cases, f"{score.value:.1%}", "; ".join(one.notes)]
+        for one in published
+        for category, score in one.scores.items()
+    ]
+    heads = [
+        ("Benchmark", False),
+        ("Model", False),
+        ("Category", False),
+        ("n", True),
+        ("Score", True),
+        ("Notes", False),
+    ]
+    lead = "Read from the result files of the benchmarks' own packages; nothing was asked or judged here."
+    page.add_section("Published benchmarks", make_table(heads, rows, is_stacked=True), lead=lead)
+
+
+def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
+    """Add the sources of the prepared set and the number of rows kept, dropped and supervised."""
+    prepared = record.run.get("data")
+    if not isinstance(prepared, dict):
+        return
+    rows: list[list[object]] = [["fingerprint", prepared.get("fingerprint")], ["prepared in", prepared.get("path")]]
+    for source in prepared.get("inputs", {}).get("sources", ()):
+        rows.append(["source", f"{source.get('path')}, content {source.get('content', 'not hashed')}"])
+    counts = _read_json(Path(str(prepared.get("path"))) / "meta.json").get("counts", {})
+    counts |= {"benchmark": prepared.get("benchmark_rows", 0)}  # also if the prepared set is gone
+    rows += [[_COUNTS.get(name, name), count] for name, count in counts.items() if count]
+    for source in prepared.get("skipped", ()):
+        rows.append(["skipped as invalid", f"{source['invalid']:,} of {source['rows']:,} rows of {source['path']}"])
+        kinds = sorted(source["kinds"].items(), key=lambda item: -item[1])
+        rows += [[f"skipped: {kind}", f"{count:,}, such as {source['examples'][kind]}"] for kind, count in kinds]
+    if report := _read_json(record.path / DATA_REPORT):
+        rows += [[f"{DATA_REPORT}: {name.replace('_', ' ')}", report[name]] for name in _REPORTED if name in report]
+    page.add_section(f"Data{suffix}", _make_facts(rows), is_folded=bool(suffix))
+
+
+def _make_failures(page: Page, accuracy: Accuracy) -> list[str]:
+    failures = [row for row in accuracy.after.rows if not is_valid(row)]
+    if not failures:
+        return ["<h3>Failures</h3><p>None.</p>"]
+    name = escape(accuracy.after.path.name)
+    cut = f"<p>The first {_MAX_CASES:,} of {len(failures):,} are shown; {name} contains all of them.</p>"
+    try:
+        cases = page.make_cases([make_case(row) for row in failures[:_MAX_CASES]], FACETS)
+    except KeyError:  # results of an older version, whose rows have fewer fields
+        rows = [[row["id"], row["category"], row["verdict"]] for row in failures[:_MAX_CASES]]
+        cases = make_table([("Case", False), ("Category", False), ("Error", False)], rows)
+    return [f"<h3>Failures: {len(failures):,}</h3>", cut if len(failures) > _MAX_CASES else "", cases]
+
+
+def _make_facts(rows: list[list[object]]) -> str:
+    """Return the HTML of a table of names and values, whose names do not break inside a word on a phone."""
+    return f'<div class="facts">{make_table([("", False), ("Value", False)], rows)}</div>'
+
+
+def describe_method(adapter: dict[str, Any] | None) -> str:
+    """Describe what was trained: all weights, or adapters with their settings."""
+    if not adapter:
+        return "all weights"
+    kinds = [adapter.get("scaling", "standard"), *(["DoRA"] if adapter.get("dora") else [])]
+    stored = adapter.get("base", "bf16")  # which keeps the run's precision
+    base = f", base quantised to {stored}" if stored != "bf16" else ""
+    return f"LoRA, rank {adapter['rank']}, alpha {adapter['alpha']:g} ({', '.join(kinds)}){base}"
+
+
+def _list_files(folder: Path, pattern: str) -> str:
+    return ", ".join(sorted(str(file.relative_to(folder)) for file in folder.glob(pattern)))
+
+
+def _format_command(record: RunRecord) -> str:
+    """Return the command as it was given; where it was not recorded, an equivalent one."""
+    if isinstance(argv := record.run.get("command"), list):
+        return shlex.join(map(str, argv))
+    if not record.config:
+        return ""
+    ranks = record.run.get("world_size") or 1
+    command = f"tune run --nproc_per_node {ranks} recipes/{find_recipe(record.config)} --config FILE"
+    return f"not recorded; equivalent, with the config below as FILE: {command}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

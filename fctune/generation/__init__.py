@@ -1,5 +1,0 @@
-"""Engines that generate a model's answers to conversations, in this process or through a server."""
-
-from fctune.generation.engine import Answer, Engine, Sampling
-
-__all__ = ["Answer", "Engine", "Sampling"]

@@ -1,1 +1,0 @@
-"""Strict and lenient readers of JSON and of Python literals; nothing read is ever evaluated."""

@@ -1,0 +1,188 @@
+"""Device facts: name, memory, datasheet rate, and NVML readings, once or sampled in the background."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import statistics
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fctune.base.gpus import GPUS
+
+# Pattern of the name reported by the driver -> key of ``fctune.base.gpus.GPUS``; the first match wins.
+_KINDS = (
+    (r"\bB200\b", "b200"),
+    (r"\bH200\b(?!.*NVL)", "h200"),
+    (r"\bH100\b.*PCIe", "h100-pcie"),
+    (r"\bH100\b(?!.*NVL)", "h100"),
+    (r"\bA100\b", "a100"),  # the same rate for every memory size and board
+    (r"\bL40S\b", "l40s"),
+    (r"\bL4\b", "l4"),
+    (r"\bA10G\b", "a10g"),
+    (r"\bRTX A6000\b", "a6000"),
+    (r"\bRTX 4090\b(?! (?:D|Laptop)\b)", "rtx4090"),
+)
+_EVERY_S = 1.0  # NVML samples every 1/6 s to 1 s
+
+_SLICE = re.compile(r"\bMIG\b")  # a slice of a GPU has only a part of its rate
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReading:
+    """NVML reading of one GPU; None where the GPU or driver does not report a value."""
+
+    name: str
+    utilization: float | None  # share of the last sample period in which a kernel ran
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    power_w: float | None
+    power_limit_w: float | None
+    temperature_c: float | None
+    sm_clock_mhz: float | None
+    throttle_reasons: int | None  # NVML bit mask, 0 for none
+    ecc_errors: int | None  # uncorrected errors since the driver was loaded
+
+
+def read_device(index: int) -> DeviceReading | None:
+    """Read a GPU by its CUDA index; None without NVML (no GPU, no driver, or no ``nvidia-ml-py``)."""
+    nvml = _load_nvml()
+    if nvml is None:
+        return None
+    handle = _query(lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}"))
+    if handle is None:
+        return None
+    memory = _query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    rates = _query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+    return DeviceReading(
+        name=str(_query(lambda: nvml.nvmlDeviceGetName(handle))),
+        utilization=None if rates is None else rates.gpu / 100,
+        memory_used_bytes=None if memory is None else int(memory.used),
+        memory_total_bytes=None if memory is None else int(memory.total),
+        power_w=_scaled(_query(lambda: nvml.nvmlDeviceGetPowerUsage(handle)), 1000),
+        power_limit_w=_scaled(_query(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle)), 1000),
+        temperature_c=_scaled(_query(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)), 1),
+        sm_clock_mhz=_scaled(_query(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), 1),
+        throttle_reasons=_query(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))),
+        ecc_errors=_query(
+            lambda: int(
+                nvml.nvmlDeviceGetTotalEccErrors(
+                    handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                )
+            )
+        ),
+    )
+
+
+def describe_device(device: torch.device) -> str:
+    """Describe a device in a few words, for logs and messages."""
+    if device.type != "cuda":
+        return f"{device.type}, {os.cpu_count()} cores"
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"{torch.cuda.get_device_name(device)}, compute capability {capability}"
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Return the device's dense bf16 rate from its datasheet; None on CPU and for unknown GPUs."""
+    return lookup_peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def lookup_peak_tflops(name: str) -> float | None:
+    """Return the dense bf16 rate of a GPU by the name its driver reports; None if it is unknown or a MIG slice."""
+    kind = next((kind for pattern, kind in _KINDS if re.search(pattern, name) and not _SLICE.search(name)), None)
+    return None if kind is None else GPUS[kind].bf16_tflops
+
+
+def total_memory(device: torch.device, ranks_per_node: int) -> int:
+    """Return the memory of one rank in bytes: its GPU's, or its share of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the CUDA compute capability; None on CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _load_nvml() -> Any:
+    """Import and initialize the NVML binding; None if that fails."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+def _query(call: Any) -> Any:
+    """Return the result of an NVML call; None if this GPU or driver does not support it."""
+    try:
+        return call()
+    except Exception:  # NVMLError, or a function missing from this binding: a failed reading is never fatal
+        return None
+
+
+def _scaled(value: Any, divisor: float) -> float | None:
+    return None if value is None else value / divisor
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUsage:
+    """Readings of one GPU summarized over a period; None where the driver does not report a value."""
+
+    utilization: float | None  # mean share of time in which a kernel was running
+    temperature_c: float | None  # highest
+    power_w: float | None  # mean
+
+
+class DeviceSampler:
+    """Reads a device periodically on a background thread, until it is closed or a reading is None.
+
+    Args:
+        read: Returns a reading.
+        every_s: Seconds between readings.
+    """
+
+    def __init__(self, read: Callable[[], DeviceReading | None], every_s: float = _EVERY_S):
+        self._read, self._every_s = read, every_s
+        self._readings: list[DeviceReading] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="device-probe", daemon=True)
+        self._thread.start()
+
+    def take(self) -> DeviceUsage | None:
+        """Summarize and clear the readings since the last call; None if there were none."""
+        with self._lock:
+            readings, self._readings = self._readings, []
+        if not readings:
+            return None
+        busy = [r.utilization for r in readings if r.utilization is not None]
+        heat = [r.temperature_c for r in readings if r.temperature_c is not None]
+        power = [r.power_w for r in readings if r.power_w is not None]
+        return DeviceUsage(
+            statistics.fmean(busy) if busy else None,
+            max(heat, default=None),
+            statistics.fmean(power) if power else None,
+        )
+
+    def close(self) -> None:
+        """Stop reading and wait for the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (reading := self._read()) is not None:
+            with self._lock:
+                self._readings.append(reading)
+            if self._stop.wait(self._every_s):
+                return

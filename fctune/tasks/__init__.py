@@ -1,0 +1,1 @@
+"""Cases that a model is given, its dialogues with tools, and their judgement."""

@@ -1,0 +1,220 @@
+"""Results of an evaluation on disk: one line for each case as it finishes, and the settings of the run.
+
+A killed run keeps its finished cases; the next run with the same settings resumes from there. Several ranks write one
+file each, which are merged at the end or by the next run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from fctune.base.errors import ConfigError, DataError
+from fctune.base.files import write_atomically
+
+Row = dict[str, Any]
+
+
+class ResultsFile:
+    """``results.jsonl`` with its ``results.settings.json`` and ``results.summary.json``.
+
+    Args:
+        path: The ``.jsonl`` file.
+        rank: Rank of this process; if there are several, it writes to ``results.rank<N>.jsonl``.
+        world_size: Number of processes that write.
+    """
+
+    def __init__(self, path: str | Path, rank: int = 0, world_size: int = 1):
+        self.path = Path(path)
+        self.settings_path = self.path.with_suffix(".settings.json")
+        self.summary_path = self.path.with_suffix(".summary.json")
+        self._lock_path = self.path.with_name(f".{self.path.name}.lock")
+        self._lock: IO[bytes] | None = None
+        self._part = self.path.with_suffix(f".rank{rank}.jsonl") if world_size > 1 else self.path
+        self._file: IO[bytes] | None = None
+
+    def start(self, settings: Mapping[str, Any], is_fresh: bool = False) -> dict[str, Row]:
+        """Return the finished rows of an earlier run, by id; called by one process, before any appends.
+
+        Args:
+            settings: Everything that the answers depend on; must equal the settings of existing rows.
+            is_fresh: Discard existing results.
+
+        Raises:
+            ConfigError: Existing results have other settings, another run is writing them, or they cannot be written.
+            DataError: The existing files are not results.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            if is_fresh:
+                for path in (self.path, self.settings_path, self.summary_path, *self._parts()):
+                    path.unlink(missing_ok=True)
+            elif self.path.exists() or self._parts():
+                self._check(settings)
+            rows = {row["id"]: row for path in (self.path, *self._parts()) for row in read_rows(path, is_partial=True)}
+            finished = {i: row for i, row in rows.items() if row.get("error") is None}
+            self._replace(self.path, finished.values())
+            for path in self._parts():
+                path.unlink()
+            self._write(self.settings_path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:
+            self.release()
+            raise self._unwritable(error) from None
+        except ValueError:
+            self.release()
+            raise
+        return finished
+
+    def append(self, row: Row) -> None:
+        """Write one row and flush it, so that it survives this process."""
+        try:
+            if self._file is None:
+                self._file = self._part.open("ab")
+            self._file.write(_to_line(row))
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def count(self) -> int:
+        """Return the number of rows that are on disk, of all ranks."""
+        return len({row["id"] for path in (self.path, *self._parts()) for row in read_rows(path, is_partial=True)})
+
+    def close(self) -> None:
+        """Close the results file; the lock stays until ``release``."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                file.close()  # writes again what a full disk has refused
+            except OSError as error:
+                raise self._unwritable(error) from None
+
+    def release(self) -> None:
+        """Release the lock, so that other processes may write the results."""
+        if self._lock is not None:
+            self._lock_path.unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+
+    def finish(self, order: Sequence[str]) -> list[Row]:
+        """Merge the rows of all ranks in the given order of ids, and return them; called by one process."""
+        self.close()
+        try:
+            rows = {row["id"]: row for path in (self.path, *self._parts()) for row in read_rows(path)}
+            ordered = [rows[i] for i in order if i in rows]
+            self._replace(self.path, ordered)
+            for path in self._parts():
+                path.unlink()
+            self.release()
+        except OSError as error:
+            raise self._unwritable(error) from None
+        return ordered
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary next to the results."""
+        try:
+            self._write(self.summary_path, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _take_lock(self) -> None:
+        """Keep other processes from replacing the files; the lock ends with this process."""
+        lock = self._lock_path.open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock
+        except BlockingIOError:
+            lock.close()
+            raise ConfigError(f"{self.path}: another evaluation is writing to it. Pass another --out.") from None
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        existing = read_settings(self.path)
+        if existing is None:
+            raise ConfigError(
+                f"{self.path}: contains results, but {self.settings_path.name}, which describes them, is missing. "
+                "Pass --fresh to replace them, or another --out."
+            )
+        if differences := _describe_changes(existing, json.loads(json.dumps(settings))):
+            shown = "\n".join(f"  {line}" for line in differences)
+            raise ConfigError(
+                f"{self.path}: contains results of different settings\n{shown}\n"
+                "Pass --fresh to replace them, or another --out to keep both."
+            )
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.path.parent.glob(f"{self.path.stem}.rank*.jsonl"))
+
+    def _replace(self, path: Path, rows: Iterable[Row]) -> None:
+        self._write(path, b"".join(map(_to_line, rows)))
+
+    def _write(self, path: Path, content: str | bytes) -> None:
+        write_atomically(path, content.encode("utf-8", "replace") if isinstance(content, str) else content)
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"--out {self.path}: cannot be written ({error.strerror}).")
+
+
+def read_settings(path: str | Path) -> dict[str, Any] | None:
+    """Return the settings of a results file; None if they are missing."""
+    try:
+        settings = json.loads(Path(path).with_suffix(".settings.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def read_rows(path: str | Path, is_partial: bool = False) -> list[Row]:
+    """Read the rows of a results file.
+
+    Args:
+        path: The file.
+        is_partial: The file may be missing, and its last line incomplete, which is then ignored.
+
+    Raises:
+        DataError: The file is missing or has invalid rows.
+    """
+    path = Path(path)
+    try:
+        *lines, last = path.read_bytes().split(b"\n")  # the last is empty unless writing it was interrupted
+    except OSError as error:
+        if is_partial and isinstance(error, FileNotFoundError):
+            return []
+        raise DataError(f"{path}: cannot be read ({error.strerror}). Pass a file that fctune eval wrote.") from None
+    lines += [last] if last and not is_partial else []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row["id"], str) or not isinstance(row["category"], str):
+                raise ValueError("id and category must be strings")
+            rows.append({**row, "verdict": str(row["verdict"])})
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines) and last.startswith(b"{") and isinstance(error, json.JSONDecodeError):
+                raise DataError(
+                    f"{path}:{number}: the last row is incomplete, as after an evaluation that was killed. Run the "
+                    "same fctune eval again to finish it."
+                ) from None
+            raise DataError(f"{path}:{number}: not a result of fctune eval ({error}).") from None
+    return rows
+
+
+def _describe_changes(existing: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key}: was {json.dumps(existing.get(key))}, is now {json.dumps(new.get(key))}"
+        for key in sorted(existing.keys() | new.keys())
+        if existing.get(key) != new.get(key)
+    ]
+
+
+def _to_line(row: Row) -> bytes:
+    # Half a surrogate pair, which a model may write, cannot be encoded as UTF-8; escaped it can be read back.
+    text = json.dumps(row, ensure_ascii=False)
+    try:
+        return text.encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(row).encode() + b"\n"

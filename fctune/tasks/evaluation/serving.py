@@ -1,0 +1,124 @@
+"""Accuracy as served: a model's texts read by the reasoning and tool-call parsers of vLLM and SGLang.
+
+Those parsers are lenient in their own ways: SGLang drops calls of tools that are not on offer, one bad block can cost
+all calls of a turn, and a parser may raise. A model may therefore be better or worse when served than as read here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fctune.base.errors import ConfigError
+from fctune.calls.formats.base import Server
+from fctune.calls.judge import Judgement
+from fctune.engines.engine import Answer
+from fctune.tasks.evaluation.cases import Case, Suite
+from fctune.tasks.evaluation.judging import JudgedAnswer, Row, judge_answer
+from fctune.tasks.evaluation.summary import tally_judgements
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Judgements of the texts as one server's parser read them, by case id, and their rates by category."""
+
+    version: str
+    parser: str
+    judgements: dict[str, Judgement]
+    scores: dict[str, Any]
+
+
+def parse_as_served(
+    server: Server,
+    suite: Suite,
+    rows: Sequence[Row],
+    model_dir: Path,
+    parser: str,
+    python: str = sys.executable,
+    timeout_s: float = 600.0,
+    reasoning_parser: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    is_open: bool | None = None,
+) -> Served:
+    """Judge the answers of a run as this server would read them.
+
+    Args:
+        server: The server whose parser is used.
+        suite: The cases of the rows.
+        rows: Rows of results, with the model's texts.
+        model_dir: Model directory, for the tokenizer that the parser needs.
+        parser: The server's name of the parser.
+        python: Interpreter of the environment with the server, which pins other versions of torch than this project.
+        timeout_s: Time limit for all texts.
+        reasoning_parser: The server's name of the parser that takes the reasoning out first; None: it looks for calls
+            in the complete text.
+        template_args: The switches of the chat template with which the answers were made.
+        is_open: The template's prompts end inside the reasoning; None if that is unknown.
+
+    Raises:
+        ConfigError: The server is not installed there, has no such parser, or does not finish.
+    """
+    prompted = {"template_args": dict(template_args or {}), "is_open": is_open}
+    requests = [{"id": row["id"], "text": row["answer"], "tools": row["tools"], **prompted} for row in rows]
+    version, replies = run_server_parser(server, parser, model_dir, requests, python, timeout_s, reasoning_parser)
+    cases = {case.id: case for case in suite.cases}
+    judged = [_judge_reply(cases[row["id"]], row, replies[row["id"]]) for row in rows]
+    tally = tally_judgements(suite, ((one.case.category, one.strict, one.lenient) for one in judged))
+    judgements = {one.case.id: one.strict for one in judged}
+    return Served(version, parser, judgements, tally.summarise()["scores"])
+
+
+def run_server_parser(
+    server: Server,
+    parser: str,
+    model_dir: Path,
+    requests: Sequence[Mapping[str, Any]],
+    python: str = sys.executable,
+    timeout_s: float = 600.0,
+    reasoning_parser: str | None = None,
+) -> tuple[str, dict[Any, dict[str, Any]]]:
+    """Have a server's own parser read texts, in a process of the environment that has it.
+
+    Args:
+        server: The server whose parser is used.
+        parser: The server's name of the parser.
+        model_dir: Model directory, for the tokenizer that the parser needs.
+        requests: ``{"id", "text", "tools"}`` for each text, as ``served_calls`` describes.
+        python: Interpreter of that environment.
+        timeout_s: Time limit for all texts.
+        reasoning_parser: The server's name of the parser that takes the reasoning out first, if any.
+
+    Returns:
+        The server's name and version, and the reply to each request by its id.
+
+    Raises:
+        ConfigError: The server is not installed there, has no such parser, or does not finish.
+    """
+    worker = Path(__file__).with_name("served_calls.py")
+    command = [python, "-I", str(worker), server, parser, str(model_dir)]
+    command += [reasoning_parser] if reasoning_parser else []
+    given = "".join(json.dumps(request) + "\n" for request in requests)
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout_s)
+    except OSError as error:
+        raise ConfigError(
+            f"{server}: {python} cannot be started ({error.strerror}). Pass the Python of an environment with {server}."
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{server}: its parser {parser} did not finish within {timeout_s:g} s.") from None
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {done.returncode}"
+        raise ConfigError(f"{server}: its parser {parser} cannot be run in {python} ({reason}).")
+    first, *lines = done.stdout.splitlines()
+    return json.loads(first)["version"], {reply["id"]: reply for reply in map(json.loads, lines)}
+
+
+def _judge_reply(case: Case, row: Row, reply: dict[str, Any]) -> JudgedAnswer:
+    error = row.get("error") or reply.get("error")
+    return judge_answer(case, Answer(0, tool_calls=tuple(reply.get("calls", ())), error=error), None)

@@ -1,0 +1,130 @@
+"""Summaries of judged answers: rates by category in both readings."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fctune.calls.judge import Judgement, Outcome
+from fctune.calls.metrics import rate, score_outcomes
+from fctune.tasks.benchmarks import Benchmark, Measured
+from fctune.tasks.evaluation.cases import Suite
+from fctune.tasks.evaluation.judging import Row, judge_row
+from fctune.tasks.evaluation.reasoning import summarise_reasoning
+
+# In live_relevance any call will do: nothing is known of its name, its arguments or the number of calls.
+_RATES_OF_ANY_CALL = ("accuracy", "well_formed", "missed_call", "schema_valid")
+
+# Outcome and validity of the strict reading, and of the lenient one if it differs.
+_Judged = tuple[Outcome, bool, tuple[Outcome, bool] | None]
+
+
+class Tally:
+    """Counts judged answers and computes their rates; the one summary of every command.
+
+    Args:
+        has_total: Also compute rates over all categories, as ``all``; a benchmark's must not be added up.
+        benchmark: The benchmark that weighs the categories, if the cases belong to one.
+    """
+
+    def __init__(self, has_total: bool, benchmark: Benchmark | None = None) -> None:
+        self._has_total, self._benchmark = has_total, benchmark
+        self._has_benchmark = False
+        # Counts by category of equal judgements: in a large file most are equal, and counting takes most time.
+        self._counts: dict[str, Counter[_Judged]] = defaultdict(Counter)
+
+    def add(self, category: str, strict: Judgement, lenient: Judgement) -> None:
+        """Count one answer, in both readings."""
+        self._has_benchmark |= strict.benchmark is not None
+        other = None if lenient is strict else (lenient.outcome, lenient.is_valid)
+        self._counts[category][strict.outcome, strict.is_valid, other] += 1
+
+    def summarise(self) -> dict[str, Any]:
+        """Return the rates by category.
+
+        ``scores`` and ``lenient`` hold the output of ``fctune.calls.metrics.score_outcomes`` for the strict and the
+        lenient reading, except that ``accuracy`` is the share of valid answers: see ``Judgement.is_valid``. Cases of
+        a benchmark with verdicts of its own also give ``typed``, the share of answers whose verdict is "correct", and
+        ``leaderboard``, the overall number of ``Benchmark.weigh``, if it has one.
+        """
+        readings: dict[str, dict[str, Counter[tuple[Outcome, bool]]]] = {
+            "scores": defaultdict(Counter),
+            "lenient": defaultdict(Counter),
+        }
+        for category, counts in self._counts.items():
+            for (outcome, is_valid, lenient), times in counts.items():
+                readings["scores"][category][outcome, is_valid] += times
+                readings["lenient"][category][lenient or (outcome, is_valid)] += times
+        summary = {name: self._score(counts) for name, counts in readings.items()}
+        if self._has_benchmark:
+            summary["typed"] = {
+                category: rate(scores["verdicts"]["correct"], scores["n"])
+                for category, scores in summary["scores"].items()
+            }
+            accuracies = {name: scores["rates"]["accuracy"] for name, scores in summary["scores"].items()}
+            measured = {name: Measured(one["rate"], one["n"]) for name, one in accuracies.items()}
+            weighed = None if self._benchmark is None else self._benchmark.weigh(measured)
+            summary |= {} if weighed is None else {"leaderboard": weighed}
+        return summary
+
+    def _score(self, counts: Mapping[str, Counter[tuple[Outcome, bool]]]) -> dict[str, Any]:
+        by_category = {name: counts[name] for name in sorted(counts)}
+        if self._has_total and by_category:
+            # Also the category of cases that name none.
+            by_category.pop("all", None)
+            by_category["all"] = sum(counts.values(), Counter())
+        outcomes: dict[str, Counter[Outcome]] = {name: Counter() for name in by_category}
+        valid: Counter[str] = Counter()
+        for name, judged in by_category.items():
+            for (outcome, is_valid), times in judged.items():
+                outcomes[name][outcome] += times
+                valid[name] += times * is_valid
+        scores = score_outcomes(outcomes)
+        for name, category in scores.items():
+            category["rates"]["accuracy"] = rate(valid[name], category["n"])
+        if "live_relevance" in scores:
+            rates = scores["live_relevance"]["rates"]
+            scores["live_relevance"]["rates"] = {name: rates[name] for name in _RATES_OF_ANY_CALL}
+        return scores
+
+
+def tally_judgements(suite: Suite, judged: Iterable[tuple[str, Judgement, Judgement]]) -> Tally:
+    """Count ``(category, strict, lenient)`` of a suite's answers."""
+    tally = Tally(suite.benchmark is None, suite.plug_in)
+    for category, strict, lenient in judged:
+        tally.add(category, strict, lenient)
+    return tally
+
+
+def summarise_run(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Summarise the rows of a run, with the rates of ``Tally.summarise``.
+
+    A case without a row counts as one without an answer. ``reasoning`` is that of ``summarise_reasoning``.
+
+    Args:
+        suite: The cases.
+        rows: Rows of results.
+        settings: What the answers depend on; copied into the summary.
+    """
+    by_id = {row["id"]: row for row in rows}
+    cases = suite.all_cases
+    missing: Row = {"error": "no row in the results"}
+    judged = (
+        (case.category, judge_row(case, row), judge_row(case, row, lenient=True))
+        for case in cases
+        for row in (by_id.get(case.id, missing),)
+    )
+    tally = tally_judgements(suite, judged)
+    return {
+        "suite": suite.name,
+        "benchmark": suite.benchmark,
+        "release": suite.release,
+        "num_cases": len(cases),
+        "num_no_answer": sum(by_id.get(case.id, missing).get("error") is not None for case in cases),
+        "num_cut": sum(bool(row.get("is_cut")) for row in rows),
+        "reasoning": summarise_reasoning(rows, has_total=suite.benchmark is None),
+        "not_run": dict(suite.not_run),
+        "settings": dict(settings),
+        **tally.summarise(),
+    }

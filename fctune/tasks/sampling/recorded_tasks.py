@@ -1,0 +1,156 @@
+"""Tasks from recorded conversations: as long as the policy makes the row's calls, the tools answer as recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from fctune.base.errors import DataError
+from fctune.calls.formats.base import CallFormat, Parsed
+from fctune.calls.judge import judge
+from fctune.calls.matching import call_key
+from fctune.data.chat_template import ChatTemplate
+from fctune.data.conversation import Call, Conversation, Message
+from fctune.data.sources.defects import Defect
+from fctune.data.sources.reader import parse_source
+from fctune.data.tool_schema import ToolSet
+from fctune.tasks.sampling.dialogues import DialogueLimits, DialoguePlayer
+from fctune.tasks.sampling.rewards import check_reward
+from fctune.tasks.sampling.rollouts import Request, Rollout, RolloutEngine
+
+RECORDED_PARTS: dict[str, str] = {
+    "solved": "1 if every turn makes the calls of the row",
+    "progress": "share of the turns before the first that does not",
+}
+"""Parts of a reward with recorded results, each with its meaning."""
+
+RECORDED_REWARD = {"solved": 1.0}
+"""The default weights."""
+
+
+class RecordedTasks:
+    """Recorded conversations, which continue as recorded as long as the policy makes the row's calls.
+
+    Rows without tools, rows without calls that have results, and repeated rows are left out.
+
+    Args:
+        conversations: The rows.
+        template: Chat template and tokenizer of the policy.
+        call_format: Format in which it writes calls.
+        limits: Where dialogues end.
+        weights: Weight of each part of ``RECORDED_PARTS``.
+        where: Config key of the weights, for the message.
+
+    Raises:
+        ConfigError: A part does not exist.
+        DataError: No row has recorded results.
+    """
+
+    def __init__(
+        self,
+        conversations: Iterable[Conversation],
+        template: ChatTemplate,
+        call_format: CallFormat,
+        limits: DialogueLimits,
+        weights: Mapping[str, float] = RECORDED_REWARD,
+        where: str = "reward",
+    ):
+        check_reward(weights, where, RECORDED_PARTS, "this reward")
+        self._rows = {one.digest(): one for one in conversations if one.tools and _find_start(one) is not None}
+        if not self._rows:
+            raise DataError(
+                "no row has tools and calls with recorded results. Pass rows that have both, or use single-turn cases."
+            )
+        self._player = DialoguePlayer(template, call_format, limits, weights)
+        self._settings = [repr(limits), dict(sorted(weights.items()))]
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Ids of the tasks: digests of their rows."""
+        return list(self._rows)
+
+    def digest(self) -> str:
+        """Return a hex digest of the rows and settings."""
+        return hashlib.blake2b(json.dumps([self._settings, self.ids]).encode(), digest_size=16).hexdigest()
+
+    def play(self, engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Yield the rewarded rollout of each request."""
+        return self._player.play(engine, requests, lambda request: _RecordedWorld(self._rows[request.case_id]))
+
+
+def read_recorded(path: str, row_format: str = "auto") -> Iterator[Conversation]:
+    """Yield the conversations of a source, as ``fctune.data.sources.read_source`` takes it.
+
+    Raises:
+        DataError: The source, or one of its rows, cannot be read.
+    """
+    for parsed in parse_source(path, row_format):
+        if isinstance(parsed, Defect):
+            raise DataError(f"{parsed}. Fix the row or remove it.")
+        yield parsed.conversation
+
+
+class _RecordedWorld:
+    """One conversation, up to the first turn in which the policy deviates from it."""
+
+    def __init__(self, row: Conversation):
+        start = _find_start(row)
+        assert start is not None
+        self.prompt = replace(row, messages=row.messages[:start])
+        self.category = "recorded"
+        self._messages = row.messages
+        self._position = start
+        self._tools = ToolSet(row.tools)
+        self._num_turns = sum(message.role == "assistant" for message in row.messages[start:])
+        self._num_right = 0
+
+    def respond(self, parsed: Parsed) -> Sequence[Message]:
+        """Return the recorded results and the messages after them, if the calls are those of the row."""
+        expected = self._messages[self._position]
+        if not judge(expected.calls, parsed, self._tools).outcome.is_correct:
+            return ()
+        self._num_right += 1
+        following = []
+        self._position += 1
+        while self._position < len(self._messages) and self._messages[self._position].role != "assistant":
+            following.append(self._messages[self._position])
+            self._position += 1
+        if self._position == len(self._messages):
+            return ()
+        return _to_made_calls(expected.calls, parsed.calls, following)
+
+    def score(self, text: str) -> Mapping[str, float]:
+        """Return the parts of the reward, from the share of right turns."""
+        share = self._num_right / self._num_turns
+        return {"solved": float(share == 1.0), "progress": share}
+
+    def close(self) -> None:
+        """Do nothing: a row holds no resources."""
+
+
+def _find_start(row: Conversation) -> int | None:
+    """Return the index of the first turn that the policy generates; None if no call has a recorded result."""
+    for index, message in enumerate(row.messages):
+        if message.role == "assistant" and message.weight > 0:
+            rest = row.messages[index:]
+            has_results = any(one.calls and other.role == "tool" for one, other in pairwise(rest))
+            return index if has_results and index > 0 else None
+    return None
+
+
+def _to_made_calls(expected: Sequence[Call], made: Sequence[Call], following: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the messages with results in the order of the calls that were made, and with their ids."""
+    results = [message for message in following if message.role == "tool"]
+    others = [message for message in following if message.role != "tool"]
+    if len(results) != len(expected):
+        return tuple(following)
+    left = list(range(len(expected)))
+    ordered = []
+    for call in made:
+        index = next((i for i in left if call_key(expected[i]) == call_key(call)), left[0])
+        left.remove(index)
+        ordered.append(replace(results[index], call_id=call.id, name=call.name))
+    return (*ordered, *others)

@@ -1,0 +1,362 @@
+"""Rollout engine for a vLLM server: token ids in and out, and each update of the policy as an adapter with a new name.
+
+A version is loaded under a new name (``server_adapters``); only then do requests use it. An older version is unloaded
+once no request uses it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fctune.base.errors import ConfigError
+from fctune.checkpoint.fault_hooks import fire
+from fctune.config.server_address import parse_base_url
+from fctune.data.chat_template import ChatTemplate
+from fctune.engines.http_client import HttpClient, RequestError, RetryPolicy
+from fctune.engines.server_answers import TokenLimits, count_vocabulary, read_completion, read_models, read_token_ids
+from fctune.tasks.sampling.rollouts import Generation
+from fctune.tasks.sampling.server_adapters import UNAVAILABLE, PublishedAdapter, ServerAdapters
+
+_PROBE = 'Where is "Köln", 12.50 °C?\n\t{"city": [1, true]} <|x|> 北京 🎉'
+# Times that one request may fail, each after all of its attempts, on a server that is up.
+_MAX_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPatience:
+    """Waiting times for a server that is unavailable.
+
+    Attributes:
+        poll_s: Seconds between two checks.
+        max_wait_s: Seconds after which the run ends.
+        retry: How long to retry one request before the server counts as unavailable.
+    """
+
+    poll_s: float = 5.0
+    max_wait_s: float = 1800.0
+    retry: RetryPolicy = field(default_factory=lambda: RetryPolicy(max_attempts=3, timeout_s=600.0))
+
+
+class ServerRolloutEngine:
+    """Continues token ids with a vLLM server or one with the same API; thread-safe.
+
+    Args:
+        url: Address of the server, with or without ``/v1``.
+        publish_dir: Directory for adapters that trainer and server see under the same path.
+        template: Chat template and tokenizer of the policy.
+        temperature: Sampling temperature; nothing else changes the tokens' probabilities.
+        served_model: Name of the base on the server; None takes the only one.
+        run_id: Part of the names of this run's adapters; those left by a killed process of the run are unloaded and
+            deleted.
+        api_key: Sent as a bearer token and never written anywhere.
+        concurrency: Requests in flight.
+        min_positions: Smallest context of the server, in tokens.
+        patience: How long to wait for a lost server.
+        is_resumed: Wait for the server if it is not there yet, since the run has found it before.
+        say: Called with a line when the server is lost or back.
+
+    Raises:
+        ConfigError: The address is invalid, no server answers, or it has several models, a different tokenizer, or too
+            short a context.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        publish_dir: Path,
+        template: ChatTemplate,
+        *,
+        temperature: float = 1.0,
+        served_model: str | None = None,
+        run_id: str = "run",
+        api_key: str | None = None,
+        concurrency: int = 64,
+        min_positions: int = 0,
+        patience: ServerPatience | None = None,
+        is_resumed: bool = False,
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self.url = parse_base_url(url, "grpo.server.url").removesuffix("/v1")
+        self._template = template
+        self._vocab_size = count_vocabulary(template)
+        self._temperature = temperature
+        self._concurrency = concurrency
+        self._patience = patience or ServerPatience()
+        self._say = say
+        self._client = HttpClient(self.url, api_key, self._patience.retry)
+        # Loading is not retried blindly: a second attempt would find the name taken.
+        self._once = HttpClient(self.url, api_key, RetryPolicy(max_attempts=1, timeout_s=300.0))
+        self._adapters = ServerAdapters(self._once, self.url, publish_dir, run_id)
+        self._lock = threading.Lock()  # of the fields below
+        self._recovery = threading.Lock()  # one thread looks for a lost server
+        self._num_recoveries = 0
+        self._closed = threading.Event()
+        self._current = PublishedAdapter("", 0)
+        self._retired: list[PublishedAdapter] = []
+        if is_resumed:
+            self._wait_for_server()
+        self._base = self._find_base(served_model, min_positions)
+        self._current = PublishedAdapter(self._base, 0)
+        self._check_tokenizer()
+        self._adapters.remove_left(row["id"] for row in self._list_models())
+
+    @property
+    def version(self) -> int:
+        """Version of the policy that answers new requests."""
+        return self._current.version
+
+    def describe(self) -> dict[str, Any]:
+        """Return the address, the base's name and the temperature."""
+        return {"engine": "server", "url": self.url, "served_model": self._base, "temperature": self._temperature}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: Sequence[int]
+    ) -> Iterator[Generation]:
+        """Yield the continuation of each prompt in the order of completion, each with the version that wrote it.
+
+        While the server is unavailable, requests wait; they are sent again once it is back.
+
+        Raises:
+            ConfigError: The server refuses the key or the path, or does not come back.
+        """
+        pool = ThreadPoolExecutor(min(self._concurrency, len(prompts) or 1), thread_name_prefix="rollout")
+        self._client.start()
+        if self._closed.is_set():
+            self._client.stop()
+        try:
+            futures = [
+                pool.submit(self._generate_one, index, list(prompt), seed, limit)
+                for index, (prompt, seed, limit) in enumerate(zip(prompts, seeds, max_new_tokens, strict=True))
+            ]
+            for done in as_completed(futures):
+                yield done.result()
+        finally:
+            self._client.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def publish(self, policy: Path, version: int) -> None:
+        """Load an adapter and use it for all new requests; requests in flight finish with their own version.
+
+        Args:
+            policy: Directory of a PEFT adapter, which may change or vanish afterwards.
+            version: Number of updates behind it.
+
+        Raises:
+            ConfigError: The server does not accept adapters, this one's rank is over its limit, it does not see the
+                directory, or it is gone for good.
+        """
+        published = self._adapters.copy(policy, version)
+        fire("load", published.name)
+        try:
+            while (error := self._adapters.load(published)) is not None:
+                self._recover(error, self._num_recoveries)
+        except ConfigError:
+            published.delete_files()
+            raise
+        with self._lock:
+            previous, self._current = self._current, published
+            if previous.path is not None:
+                self._retired.append(previous)
+        self._unload_unused()
+
+    def close(self) -> None:
+        """Unload this run's adapters and delete their directories; threads that still generate end with errors."""
+        self._closed.set()  # the process ends only after its threads
+        self._client.stop()
+        with self._lock:
+            published = [*self._retired, self._current]
+            self._retired, self._current = [], PublishedAdapter(self._base, self._current.version)
+        for one in published:
+            self._adapters.remove(one)
+
+    def _generate_one(self, index: int, prompt: list[int], seed: int, max_new_tokens: int) -> Generation:
+        failures, limits = 0, TokenLimits(max_new_tokens, self._vocab_size)
+        rejected: list[str] = []
+
+        def fail(version: int, reason: str) -> Generation:
+            return Generation(index, version=version, error=reason, rejected=tuple(rejected))
+
+        def note(error: RequestError) -> None:
+            if error.kind is not None:
+                rejected.append(error.kind)
+
+        while True:
+            num_recoveries = self._num_recoveries
+            if self._closed.is_set():
+                return fail(self.version, "the run has ended")
+            with self._using_current() as published:
+                body = self._body(published.name, prompt, seed, max_new_tokens)
+                try:
+                    tokens, is_cut = self._client.post(
+                        "/v1/completions", body, lambda answer: read_completion(answer, prompt, limits), note
+                    )
+                    version, answered = published.version, (tokens.ids, tokens.logprobs)
+                    return Generation(index, *answered, is_cut, version, rejected=tuple(rejected))
+                except RequestError as error:
+                    failure = error
+            is_unknown = failure.status == 404 and published.path is not None
+            if failure.status in (401, 403, 405) or (failure.status == 404 and not is_unknown):
+                hint = ". Set FCTUNE_API_KEY." if failure.status in (401, 403) else ""
+                raise ConfigError(f"{self.url} with the model {published.name}: {failure}{hint}")
+            if failure.status is not None and not is_unknown and failure.status < 500:
+                return fail(published.version, str(failure))
+            is_up = self._is_healthy()
+            failures += is_up
+            if failures == _MAX_FAILURES:  # it runs, and fails with this request
+                return fail(published.version, str(failure))
+            if is_up and not is_unknown:
+                continue
+            self._recover(str(failure), num_recoveries)
+
+    def _body(self, name: str, prompt: list[int], seed: int, max_new_tokens: int) -> dict[str, Any]:
+        return {
+            "model": name,
+            "prompt": prompt,
+            "max_tokens": max_new_tokens,
+            "temperature": self._temperature,
+            "seed": seed,
+            "stop_token_ids": sorted(self._template.stop_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "add_special_tokens": False,
+            # These override the model's generation config, which would change the sampled distribution.
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
+
+    @contextmanager
+    def _using_current(self) -> Iterator[PublishedAdapter]:
+        """Hold the current version, so that it is not unloaded while a request uses it."""
+        with self._lock:
+            published = self._current
+            published.num_requests += 1
+        try:
+            yield published
+        finally:
+            with self._lock:
+                published.num_requests -= 1
+            self._unload_unused()
+
+    def _unload_unused(self) -> None:
+        with self._lock:
+            unused = [one for one in self._retired if not one.num_requests]
+            self._retired = [one for one in self._retired if one.num_requests]
+        for one in unused:
+            self._adapters.remove(one)
+
+    def _wait_for_server(self) -> None:
+        try:
+            self._once.get("/v1/models")
+        except RequestError as error:
+            if error.status is None or error.status in UNAVAILABLE:
+                self._recover(str(error), self._num_recoveries)
+
+    def _recover(self, reason: str, num_recoveries: int) -> None:
+        """Wait until the server is healthy and has the current version again.
+
+        Args:
+            reason: Why the server counts as unavailable.
+            num_recoveries: Value of the counter when the failed request began: if another thread has found the server
+                in the meantime, there is nothing to wait for.
+        """
+        with self._recovery:
+            if self._num_recoveries != num_recoveries:
+                return
+            started, is_told = time.monotonic(), False
+            while True:
+                if self._is_healthy():
+                    error = self._adapters.load(self._current) if self._current.path is not None else None
+                    if error is None:
+                        break
+                    reason = error
+                waited = time.monotonic() - started
+                if waited > self._patience.max_wait_s:
+                    raise ConfigError(
+                        f"{self.url}: unavailable for {waited:,.0f} s ({reason}). Start the server, and run the same "
+                        "command again to resume."
+                    )
+                if not is_told:
+                    self._say(f"the server at {self.url} is unavailable ({reason}); waiting for it")
+                    is_told = True
+                if self._closed.wait(self._patience.poll_s):
+                    raise ConfigError(
+                        f"{self.url}: unavailable ({reason}), and the run has ended, so it was not waited for."
+                    )
+            self._num_recoveries += 1
+            if is_told:
+                waited = time.monotonic() - started
+                self._say(f"the server at {self.url} is back after {waited:,.0f} s, with version {self.version}")
+
+    def _is_healthy(self) -> bool:
+        try:
+            self._once.get("/v1/models")
+        except RequestError:
+            return False
+        return True
+
+    def _list_models(self) -> list[dict[str, Any]]:
+        """Return the models that the server lists, the base and its adapters, each with a text as ``id``."""
+        try:
+            listed = self._once.get("/v1/models")
+        except RequestError as error:
+            if error.status in (401, 403):
+                raise ConfigError(f"{self.url}: refuses the API key ({error}). Set FCTUNE_API_KEY.") from None
+            raise ConfigError(
+                f"{self.url}: no server answers there ({error}). Start one (fctune serve BASE --adapters), or correct "
+                "the address."
+            ) from None
+        return read_models(listed)
+
+    def _find_base(self, served_model: str | None, min_positions: int) -> str:
+        models = self._list_models()
+        if served_model is None:
+            found = [row for row in models if row.get("parent") is None]
+            if len(found) != 1:
+                raise ConfigError(f"{self.url}: lists {_list(found)}; name the base with grpo.server.served_model.")
+        else:
+            found = [row for row in models if row["id"] == served_model]
+            if not found:
+                listed = _list(models)
+                raise ConfigError(f"{self.url}: does not serve {served_model}; it lists {listed}. Pass one of them.")
+        positions = found[0].get("max_model_len")
+        if isinstance(positions, int) and positions < min_positions:
+            raise ConfigError(
+                f"{self.url}: has a context of {positions:,} tokens, but {min_positions:,} are needed. Start vLLM with "
+                f"--max-model-len {min_positions}."
+            )
+        return str(found[0]["id"])
+
+    def _check_tokenizer(self) -> None:
+        """Check that the server encodes a text as the policy's tokenizer does.
+
+        Raises:
+            ConfigError: The token ids differ, or the server does not return any.
+        """
+        body = {"model": self._base, "prompt": _PROBE, "add_special_tokens": False}
+        try:
+            sent = self._client.post("/tokenize", body, read_token_ids)
+        except RequestError as error:
+            raise ConfigError(
+                f"{self.url}: does not return token ids of a text ({error}). Serve the model with vLLM."
+            ) from None
+        own = self._template.tokenizer.encode(_PROBE, add_special_tokens=False)
+        if own != sent:
+            raise ConfigError(
+                f"{self.url}: {self._base} has a different tokenizer from {self._template.model_dir}: the same text "
+                f"has {len(sent)} token ids there and {len(own)} here. Serve the model in training."
+            )
+
+
+def _list(models: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(row["id"] for row in models[:10]) or "no model"

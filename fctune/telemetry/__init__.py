@@ -1,1 +1,0 @@
-"""Measurement of a run: metrics, alerts, device readings, profiles, and the sinks they are written to."""
