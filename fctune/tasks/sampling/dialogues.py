@@ -18,7 +18,7 @@ from fctune.calls.reasoning.base import Reasoning
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, to_encodable
 from fctune.engines.decoding import AnswerDecoder
-from fctune.tasks.sampling.rewards import weigh_parts
+from fctune.tasks.sampling.rewards import toss_coin, weigh_parts
 from fctune.tasks.sampling.rollouts import Generation, Request, Rollout, RolloutEngine, make_seed
 
 # Failing tasks in a row after which the cause must be systematic, so that more tasks will not help. A single task,
@@ -218,9 +218,11 @@ class DialoguePlayer:
     def _finish(self, dialogue: _Dialogue) -> Rollout:
         start = time.perf_counter()
         parts: Mapping[str, float] = {}
+        text = "\n".join(dialogue.texts)
         try:
             if dialogue.error is None:
-                parts = dialogue.world.score("" if dialogue.is_cut else dialogue.last_prose)
+                scored = dialogue.world.score("" if dialogue.is_cut else dialogue.last_prose)
+                parts = {**scored, "random": toss_coin(dialogue.request.case_id, text)}
         except DialogueError as error:
             dialogue.fail(str(error))
         finally:
@@ -239,7 +241,7 @@ class DialoguePlayer:
             dialogue.is_cut,
             weigh_parts(parts, self._weights),
             parts,
-            "\n".join(dialogue.texts),
+            text,
             judging_s=time.perf_counter() - start,
             rejected=dialogue.rejected,
         )

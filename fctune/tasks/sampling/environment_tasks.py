@@ -14,7 +14,7 @@ from fctune.tasks.environments.base import Split, Task
 from fctune.tasks.environments.host import EnvironmentDefect, EnvironmentHost
 from fctune.tasks.environments.scoring import ENVIRONMENT_PARTS, ENVIRONMENT_REWARD, score_episode
 from fctune.tasks.sampling.dialogues import DialogueError, DialogueLimits, DialoguePlayer, to_results
-from fctune.tasks.sampling.rewards import check_reward
+from fctune.tasks.sampling.rewards import CONTROL, check_reward
 from fctune.tasks.sampling.rollouts import Request, Rollout, RolloutEngine
 
 
@@ -28,7 +28,7 @@ class EnvironmentTasks:
         template: Chat template and tokenizer of the policy.
         call_format: Format in which it writes calls.
         limits: Where dialogues end.
-        weights: Weight of each part of ``ENVIRONMENT_PARTS``.
+        weights: Weight of each part of ``ENVIRONMENT_PARTS`` and of the control.
         where: Config key of the weights, for the message.
 
     Raises:
@@ -46,7 +46,7 @@ class EnvironmentTasks:
         weights: Mapping[str, float] = ENVIRONMENT_REWARD,
         where: str = "reward",
     ):
-        check_reward(weights, where, ENVIRONMENT_PARTS, "this reward")
+        check_reward(weights, where, ENVIRONMENT_PARTS | CONTROL, "this reward")
         self._hosts = {host.name: host for host in hosts}
         self._split: Split = split
         self._ids = [f"{host.name}/{split}/{seed}" for seed in range(num_tasks) for host in hosts]

@@ -18,7 +18,7 @@ from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
 from fctune.data.tool_schema import ToolSet
 from fctune.tasks.sampling.dialogues import DialogueLimits, DialoguePlayer
-from fctune.tasks.sampling.rewards import check_reward
+from fctune.tasks.sampling.rewards import CONTROL, check_reward
 from fctune.tasks.sampling.rollouts import Request, Rollout, RolloutEngine
 
 RECORDED_PARTS: dict[str, str] = {
@@ -41,7 +41,7 @@ class RecordedTasks:
         template: Chat template and tokenizer of the policy.
         call_format: Format in which it writes calls.
         limits: Where dialogues end.
-        weights: Weight of each part of ``RECORDED_PARTS``.
+        weights: Weight of each part of ``RECORDED_PARTS`` and of the control.
         where: Config key of the weights, for the message.
 
     Raises:
@@ -58,7 +58,7 @@ class RecordedTasks:
         weights: Mapping[str, float] = RECORDED_REWARD,
         where: str = "reward",
     ):
-        check_reward(weights, where, RECORDED_PARTS, "this reward")
+        check_reward(weights, where, RECORDED_PARTS | CONTROL, "this reward")
         self._rows = {one.digest(): one for one in conversations if one.tools and _find_start(one) is not None}
         if not self._rows:
             raise DataError(

@@ -84,7 +84,17 @@ def test_the_solution_of_every_task_gets_the_full_reward_and_silence_none(
         assert rollout.category.partition(": ")[0] in ("files", "calendar", "shop")
     for rollout in play(tasks, ScriptedEngine(template, lambda text: "")):
         assert rollout.reward == 0.0
-        assert not any(rollout.parts.values())
+        assert not any(value for name, value in rollout.parts.items() if name != "random")
+
+
+def test_the_control_rewards_dialogues_by_chance_and_alike_each_time(
+    open_tasks: Callable[..., EnvironmentTasks], template: ChatTemplate
+) -> None:
+    tasks = open_tasks("files", num_tasks=32, weights={"random": 1.0})
+    first, again = ([r.reward for r in play(tasks, ScriptedEngine(template, lambda text: "Done."))] for _ in range(2))
+    assert first == again
+    assert set(first) == {0.0, 1.0}
+    assert 6 <= sum(first) <= 26
 
 
 def test_a_dialogue_is_as_old_as_its_oldest_turn(
@@ -257,7 +267,7 @@ def test_recorded_results_answer_the_calls_of_the_row_in_any_order(template: Cha
 
     (rollout,) = play(tasks, ScriptedEngine(template, answer))
     assert rollout.error is None
-    assert dict(rollout.parts) == {"solved": 1.0, "progress": 1.0}
+    assert dict(rollout.parts).items() >= {"solved": 1.0, "progress": 1.0}.items()
     assert rollout.text.count("[tool]") == 3
     assert "[user] And my coat?" in rollout.text
 
@@ -271,7 +281,7 @@ def test_a_dialogue_with_recorded_results_ends_where_the_policy_leaves_the_row(t
         return call_format.render([Call("find", {"what": "shoes"})] if "in the hall" in text else first)
 
     (rollout,) = play(tasks, ScriptedEngine(template, answer))
-    assert dict(rollout.parts) == {"solved": 0.0, "progress": 0.25}
+    assert dict(rollout.parts).items() >= {"solved": 0.0, "progress": 0.25}.items()
     assert rollout.reward == 0.25
 
 
