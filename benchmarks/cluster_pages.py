@@ -19,8 +19,7 @@ from pathlib import Path
 from benchmarks.kernels import make_table as make_kernel_table
 from benchmarks.planner import make_speed_table
 from fctune.apps.plan.plan import Plan, make_plan
-from fctune.apps.plan.plan_request import PlanRequest
-from fctune.apps.plan.prices import read_prices
+from fctune.apps.plan.request import PlanRequest
 from fctune.apps.plan.table import print_plan
 from fctune.base.gpus import find_gpu
 from fctune.base.terminal import Terminal
@@ -28,6 +27,7 @@ from fctune.cli import make_parser
 from fctune.cli.parser import resolve_config_arguments
 from fctune.config.intervals import parse_interval
 from fctune.config.loading import load_config
+from fctune.runs.prices import read_prices
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (

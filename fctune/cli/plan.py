@@ -48,7 +48,7 @@ def add_commands(commands: Any) -> None:
         help="price of a GPU-hour, in the config's currency; default: the config's, else the list price",
     )
     plan.add_argument(
-        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/apps/plan/prices.yaml"
+        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/runs/prices.yaml"
     )
     plan.add_argument(
         "--shared-gib", type=float, default=2000.0, metavar="X", help="size of the shared disk; default: %(default)s"
@@ -97,9 +97,9 @@ def add_commands(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from fctune.apps.plan.plan_request import PlanRequest
-    from fctune.apps.plan.prices import Prices, read_prices
+    from fctune.apps.plan.request import PlanRequest
     from fctune.base.gpus import GPUS, find_gpu
+    from fctune.runs.prices import Prices, read_prices
 
     options = {
         "--gpu-memory-gib": arguments.gpu_memory_gib,

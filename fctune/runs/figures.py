@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fctune.apps.plan.prices import CURRENCY, NETWORK_GIB, Cost, Price, Prices, compute_cost, read_prices
 from fctune.base.gpus import GPUS
 from fctune.runs.leftovers import count_bytes
 from fctune.runs.metrics_file import MetricsFile
+from fctune.runs.prices import CURRENCY, NETWORK_GIB, Cost, Price, Prices, compute_cost, read_prices
 from fctune.runs.record import RunRecord
 from fctune.runs.time_use import TimeUse, account_for_time
 

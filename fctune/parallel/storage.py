@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from fctune.apps.plan.data_size import DataSize
-from fctune.apps.plan.memory import MemoryModel
-from fctune.apps.plan.parameters import optimizer_state_bytes
 from fctune.config.intervals import parse_interval
 from fctune.config.schema import RunConfig
+from fctune.data.data_size import DataSize
+from fctune.parallel.memory import MemoryModel, optimizer_state_bytes
 
 HOST_GB_S = 25  # rate of a GPU's copies to pinned memory over PCIe while all GPUs of the node copy
 
