@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import inspect
 import math
 import textwrap
@@ -163,11 +162,15 @@ class Field:
         return [problem for one in self.constraints for problem in one.find_problems(key, value, null)]
 
 
-@functools.cache
+_FIELDS: dict[type[Any], tuple[Field, ...]] = {}
+
+
 def list_fields(cls: type[Any]) -> tuple[Field, ...]:
     """Return the fields of a section, in order."""
-    hints = get_type_hints(cls, include_extras=True)
-    return tuple(_read_field(spec, hints[spec.name]) for spec in dataclasses.fields(cls))
+    if cls not in _FIELDS:
+        hints = get_type_hints(cls, include_extras=True)
+        _FIELDS[cls] = tuple(_read_field(spec, hints[spec.name]) for spec in dataclasses.fields(cls))
+    return _FIELDS[cls]
 
 
 def _read_field(spec: dataclasses.Field[Any], hint: Any) -> Field:

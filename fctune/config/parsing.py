@@ -202,9 +202,8 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str], context
             problems.append(f"{where}={shorten(repr(value))}: expected one of {', '.join(map(str, args))}{close}")
         return value
     if origin in (list, dict) and not isinstance(value, origin):
-        noun, nothing = ("list", None) if origin is list else ("mapping", {})
-        problems.append(f"{where}={shorten(repr(value))}: expected a {noun}")
-        return nothing
+        problems.append(f"{where}={shorten(repr(value))}: expected a {'list' if origin is list else 'mapping'}")
+        return None if origin is list else {}
     if origin is list:
         return [_parse_value(args[0], item, f"{where}.{i}", problems, context) for i, item in enumerate(value)]
     if dataclasses.is_dataclass(hint):
