@@ -13,7 +13,7 @@ import argparse
 import datetime
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ def estimate(row: Row, config: RunConfig, architecture: Architecture) -> dict[st
     flops = count_flops(memory, row.fraction, row.supervised, row.pairs)
     tokens = config.micro_batch_size * config.data.seq_len
     times = estimate_kernel_times(memory, gpu, row.fraction, flops, tokens)
-    return {name: round(value, 1) for name, value in times.to_json().items()} | {
+    return {name: round(value, 1) for name, value in (asdict(times) | {"total": times.total}).items()} | {
         "tokens_per_s": round(times.tokens_per_s)
     }
 

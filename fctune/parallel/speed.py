@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from fctune.base.gpus import Gpu
 from fctune.config.schema import RunConfig
@@ -123,10 +123,6 @@ class KernelTimes:
         """Positions per second of one GPU, padding included."""
         return 1e6 / self.total
 
-    def to_json(self) -> dict[str, float]:
-        """Return the times by name, with their total."""
-        return asdict(self) | {"total": self.total}
-
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -146,10 +142,6 @@ class StepTime:
     def total_s(self) -> float:
         """Seconds of the step: computation, memory traffic, exposed communication, the update and stragglers."""
         return self.compute_s + self.memory_traffic_s + self.exposed_s + self.update_s + self.stragglers_s
-
-    def to_json(self) -> dict[str, float]:
-        """Return the times and sizes as plain values."""
-        return asdict(self) | {"total_s": self.total_s}
 
 
 def count_flops(

@@ -9,8 +9,7 @@ arXiv:2211.05102, section 2). Real engines are slower, so these times are lower 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from fctune.apps.plan.request import PlanRequest
 from fctune.base.gpus import Gpu
@@ -56,10 +55,6 @@ class Startup:
         if self.given_s is not None:
             return self.given_s
         return self.image_s + self.download_s + self.prepare_s + self.load_s + self.setup_s + self.compile_s
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the seconds by part, with their total."""
-        return asdict(self) | {"total_s": self.total_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +103,6 @@ class RolloutPlan:
         if self.is_overlapped:
             return max(self.generation_s, self.training_s)
         return self.generation_s + self.training_s
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values with their sums."""
-        return asdict(self) | {"fits": self.fits, "batch_s": self.batch_s}
 
 
 def count_cache_bytes(architecture: Architecture) -> int:

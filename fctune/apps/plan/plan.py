@@ -174,7 +174,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain values in the layout of ``VERSION``: bytes and seconds, None if unknown."""
         request, made = self.request, self.estimate
-        hours, cost, rollouts = made.hours, made.cost, made.rollouts
+        hours, cost = made.hours, made.cost
         gpu_hours = None if hours is None else hours * made.num_gpus
         return {
             "version": VERSION,
@@ -197,24 +197,28 @@ class Plan:
             "memory": self.peak.footprint.to_json()
             | {"phase": self.peak.phase, "fits": self.fits, "margin": self.margin_bytes},
             "largest_micro_batch": self.largest_micro_batch,
-            "data": None if self.rows is None else self.rows.to_json(),
+            "data": _to_json(self.rows, "padding_share"),
             "num_steps": self.num_steps,
             "warmup_steps": self.warmup_steps,
             "save_steps": self.save_steps,
             "warnings": self.warnings,
-            "step": made.time.to_json()
-            | {"flops_per_token": asdict(self.flops) | {"total": self.flops.total}, "efficiency": self.efficiency},
-            "kernels_us_per_token": self.kernel_times.to_json(),
-            "startup": made.startup.to_json(),
+            "step": {
+                **asdict(made.time),
+                "total_s": made.time.total_s,
+                "flops_per_token": _to_json(self.flops, "total"),
+                "efficiency": self.efficiency,
+            },
+            "kernels_us_per_token": _to_json(self.kernel_times, "total"),
+            "startup": _to_json(made.startup, "total_s"),
             "training_hours": made.training_hours,
             "hours": hours,
             "hours_range": self.hours_range,
             "gpu_hours": gpu_hours,
             "cost": None if gpu_hours is None or request.price is None else gpu_hours * request.price,
-            "costs": None if cost is None else asdict(cost) | {"total": cost.total},
+            "costs": _to_json(cost, "total"),
             "currency": self.config.currency,
-            "storage": made.storage.to_json(),
-            "rollouts": None if rollouts is None else rollouts.to_json(),
+            "storage": _to_json(made.storage, "total_bytes"),
+            "rollouts": _to_json(made.rollouts, "fits", "batch_s"),
             "variants": [self._describe(v) for v in self.variants],
             "fastest": None if self.fastest is None else self._describe(self.fastest),
             "search": [
@@ -241,6 +245,11 @@ class Plan:
         }
 
 
+def _to_json(value: Any, *derived: str) -> dict[str, Any] | None:
+    """Return the fields of a dataclass with some of its properties; None for None."""
+    return None if value is None else asdict(value) | {name: getattr(value, name) for name in derived}
+
+
 def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     """Plan a config on the requested machines.
 
@@ -261,7 +270,9 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     search = LayoutSearch(config, *base, *machines, request.rows, request.mean_tokens, request.efficiency)
     setting, reason = search.configured()
     peak = search.memory.peak(setting)
-    num_steps = config.max_steps if config.grpo is not None else count_steps(search.config, search.rows)
+    num_steps = config.max_steps
+    if config.grpo is None and search.rows is not None:
+        num_steps = count_steps(search.config, search.rows.packs)
     parameters = search.memory.all.tensors
     return Plan(
         request=request,
