@@ -87,7 +87,7 @@ def _search_layouts(config: RunConfig, model_dir: Path, world: World) -> LayoutS
     if world.device.type == "cpu":
         config = replace(config, precision=config.precision or "fp32")
     config = replace(config, model=replace(config.model, add_tokens=[]))  # which this directory has
-    architecture, model_dir, _ = find_architecture(config.model.path, str(model_dir), config.model.source)
+    architecture, _, _ = find_architecture(config.model.path, str(model_dir), config.model.source)
     return LayoutSearch(config, architecture, model_dir, gpu, nodes, world.ranks_per_node)
 
 

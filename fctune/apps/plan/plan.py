@@ -265,9 +265,16 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     problems.raise_all()
     assert found is not None
     architecture, model_dir, shape_source = found
-    base = extend_architecture(config, architecture, model_dir)
-    machines = request.gpu, request.nodes, request.gpus_per_node
-    search = LayoutSearch(config, *base, *machines, request.rows, request.mean_tokens, request.efficiency)
+    search = LayoutSearch(
+        config,
+        *extend_architecture(config, architecture, model_dir),
+        gpu=request.gpu,
+        nodes=request.nodes,
+        gpus_per_node=request.gpus_per_node,
+        rows=request.rows,
+        mean_tokens=request.mean_tokens,
+        efficiency=request.efficiency,
+    )
     setting, reason = search.configured()
     peak = search.memory.peak(setting)
     num_steps = config.max_steps
