@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from fctune.calls.judge import BenchmarkVerdict, Judgement, Outcome
-from fctune.tasks.benchmarks import Measured, find_benchmarks
+from fctune.tasks.benchmarks import find_benchmarks
 from fctune.tasks.benchmarks.bfcl.cases import CATEGORIES
 from fctune.tasks.benchmarks.bfcl.overall import AGENTIC, NUM_CASES, WEIGHTS, weigh
 from fctune.tasks.evaluation.summary import Tally
+from fctune.tasks.suite import Measured
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 
 RIGHT = Judgement(Outcome("correct", 1, 1), "", (), BenchmarkVerdict(True, ""))

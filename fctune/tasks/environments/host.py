@@ -6,20 +6,32 @@ process is restarted and the calls of the other episodes are replayed, so enviro
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fctune.base.errors import ConfigError
+from fctune.config.parsing import suggest
 from fctune.data.conversation import Call, Tool
 from fctune.data.tool_schema import ToolSet
-from fctune.tasks.environments.base import Split, Task, TaskSpec
-from fctune.tasks.environments.discovery import find_reference
+from fctune.tasks.environments.base import CheckedTask, Split, TaskSpec
 from fctune.tasks.environments.process import Limits, ProcessError, WorkerProcess
 
 _START_LIMIT_S = 60.0
+
+BUILT_IN = {
+    "files": "fctune.tasks.environments.files:Files",
+    "calendar": "fctune.tasks.environments.calendar:Calendar",
+    "shop": "fctune.tasks.environments.shop:Shop",
+}
+"""Our own environments by name."""
+
+GROUP = "fctune.tasks.environments"
+"""Entry points of this group are environments by name."""
 
 
 class EnvironmentDefect(Exception):
@@ -62,7 +74,7 @@ class EnvironmentHost:
         self.tools = self._read_tools(listed)
         self.tool_set = ToolSet(self.tools)
 
-    def make_task(self, seed: int, split: Split) -> Task:
+    def make_task(self, seed: int, split: Split) -> CheckedTask:
         """Return the task of a seed, after checking that its own calls solve it.
 
         Raises:
@@ -70,7 +82,7 @@ class EnvironmentHost:
         """
         value = self._request("make_task", seed=seed, split=split)
         spec = self._read_task(value, f"the task of seed {seed} ({split})")
-        episode = self.start(Task(f"{self.name}/{split}/{seed}", spec))
+        episode = self.start(CheckedTask(f"{self.name}/{split}/{seed}", spec))
         try:
             before = episode.state()
             for name, arguments in spec.calls:
@@ -82,9 +94,9 @@ class EnvironmentHost:
             episode.close()
         if goal == before and not spec.facts:
             raise self._defect(f"the task of seed {seed} ({split}) changes nothing and asks for nothing")
-        return Task(f"{self.name}/{split}/{seed}", spec, before, goal)
+        return CheckedTask(f"{self.name}/{split}/{seed}", spec, before, goal)
 
-    def start(self, task: Task) -> Episode:
+    def start(self, task: CheckedTask) -> EnvironmentEpisode:
         """Begin an episode in the initial state of a task.
 
         Raises:
@@ -93,7 +105,7 @@ class EnvironmentHost:
         with self._lock:
             self._next_episode += 1
             number = self._next_episode
-        return Episode(self, task, number)
+        return EnvironmentEpisode(self, task, number)
 
     def close(self) -> None:
         """End the environment's process, and with it every episode."""
@@ -191,10 +203,10 @@ class EnvironmentHost:
         return spec
 
 
-class Episode:
+class EnvironmentEpisode:
     """A task in progress: the calls made so far, which are replayed if the process is restarted."""
 
-    def __init__(self, host: EnvironmentHost, task: Task, number: int):
+    def __init__(self, host: EnvironmentHost, task: CheckedTask, number: int):
         self.task = task
         self.calls: list[tuple[Call, CallResult]] = []
         self._host = host
@@ -267,3 +279,35 @@ def _describe(do: str, values: dict[str, Any]) -> str:
 
 def _to_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def list_environments() -> dict[str, str]:
+    """Return the references of all environments by name, entry points included."""
+    found = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
+    return {**found, **BUILT_IN}
+
+
+def find_reference(name: str) -> str:
+    """Return the reference of an environment, ``FILE.py:Class`` or ``module:Class`` of an installed package.
+
+    Args:
+        name: Its name, or its reference.
+
+    Raises:
+        ConfigError: There is no such environment.
+    """
+    where, colon, _ = name.rpartition(":")
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise ConfigError(f"environment {name}: {where} does not exist; relative paths start at {Path.cwd()}.")
+        return name
+    if colon:
+        return name
+    known = list_environments()
+    if name not in known:
+        close = suggest(name, list(known))
+        raise ConfigError(
+            f"environment {name}: no such environment{close} (known: {', '.join(sorted(known))}). Pass one of them, or "
+            "FILE.py:Class."
+        )
+    return known[name]

@@ -18,8 +18,8 @@ from fctune.data.conversation import Conversation
 from fctune.data.prepared_set import PreparedSet
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
-from fctune.tasks.evaluation.cases import Case
 from fctune.tasks.evaluation.leaks import HELD_OUT_FILE, find_leaks
+from fctune.tasks.task import Case
 
 _MAX_WRITTEN = 200
 _MAX_COMPARED_ROWS = 100_000  # comparing more takes minutes

@@ -12,8 +12,8 @@ from fctune.config.sections.rollouts import ENVIRONMENT, RECORDED
 from fctune.data.conversation import Conversation, Message
 from fctune.data.sources import read_source, scan_source
 from fctune.data.sources.columns import Columns
-from fctune.tasks.evaluation.cases import AnyCase, Case
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.suite_files import load_suite
+from fctune.tasks.task import AnyCase
 
 HELD_OUT_FILE = "held_out.jsonl"  # held-out cases in a run's directory; their ids are the digests of the rows
 
@@ -48,7 +48,7 @@ def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path 
         return None
     questions: dict[tuple[str, ...], list[str]] = {}
     for case in cases:
-        if key := read_questions(_messages_of(case)):
+        if key := read_questions(case.questions):
             questions.setdefault(key, []).append(case.id)
     found: set[str] = set()
     held_out = _read_held_out(run)
@@ -113,7 +113,7 @@ def _read_held_out(run: Path) -> frozenset[str]:
 def _iter_messages(source: _Source, held_out: frozenset[str]) -> Iterator[Iterable[Message]]:
     """Yield the messages of each row but those held out; of a pair, those of either conversation."""
     if source.kind == "cases":
-        yield from (_messages_of(case) for case in load_suite(source.path, has_multi_turn=True).all_cases)
+        yield from (case.questions for case in load_suite(source.path, has_multi_turn=True).all_cases)
     elif source.kind == "pairs":
         from fctune.data.pairs import PAIRS_FORMAT, Pair, PairReader
 
@@ -125,12 +125,6 @@ def _iter_messages(source: _Source, held_out: frozenset[str]) -> Iterator[Iterab
         rows = read_source(source.path, source.row_format, columns=source.columns)
         conversations = (row for row in rows if isinstance(row, Conversation))
         yield from (row.messages for row in conversations if not held_out or row.digest() not in held_out)
-
-
-def _messages_of(case: AnyCase) -> Iterable[Message]:
-    if isinstance(case, Case):
-        return case.prompt.messages
-    return [message for turn in case.turns for message in turn.messages]
 
 
 def read_questions(messages: Iterable[Message]) -> tuple[str, ...]:

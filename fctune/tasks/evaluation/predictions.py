@@ -29,8 +29,9 @@ from fctune.calls.judge import Judgement, judge_error
 from fctune.calls.reasoning.registry import find_reasoning
 from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.conversation import Tool
-from fctune.tasks.evaluation.cases import Case, MultiTurnCase, check_rows
-from fctune.tasks.evaluation.judging import judge_reading
+from fctune.tasks.judge import judge_reading, judge_turns
+from fctune.tasks.suite_files import check_rows
+from fctune.tasks.task import Case, MultiTurnCase
 
 
 class Prediction(NamedTuple):
@@ -107,11 +108,7 @@ def _judge_turns(case: MultiTurnCase, prediction: Prediction) -> JudgedPredictio
     if turns is None:
         failure = case.judge_failure(prediction.failure or "a multi-turn case needs turns")
         return JudgedPrediction(failure, failure)
-    decoded = [[step.decoded for step in turn] for turn in turns]
-    strict = case.judge([[step.strict for step in turn] for turn in turns], decoded=decoded)
-    if all(step.lenient is step.strict for turn in turns for step in turn):
-        return JudgedPrediction(strict, strict)
-    return JudgedPrediction(strict, case.judge([[step.lenient for step in turn] for turn in turns]))
+    return JudgedPrediction(*judge_turns(case, turns))
 
 
 def read_predictions(path: str | Path, default_format: str | None = None) -> Iterator[Prediction]:

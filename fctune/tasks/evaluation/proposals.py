@@ -10,9 +10,9 @@ from typing import Any
 from fctune.base.errors import ConfigError
 from fctune.calls.judge import ERROR_KINDS
 from fctune.data.conversation import Call, Message
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import Row
-from fctune.tasks.evaluation.suites import benchmark_of
+from fctune.tasks.judge import Row
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import benchmark_of
 
 
 def write_proposals(suite: Suite, rows: Sequence[Row], path: str | Path) -> int:

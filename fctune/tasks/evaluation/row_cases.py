@@ -21,7 +21,7 @@ from fctune.data.sources.columns import Columns
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
 from fctune.tasks.evaluation.leaks import read_questions
-from fctune.tasks.evaluation.suites import find_benchmark
+from fctune.tasks.suite_files import find_benchmark
 
 Turns = Literal["last", "each"]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from fctune.base.errors import ConfigError
 from fctune.base.files import write_atomically
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import to_plain
 from fctune.tasks.evaluation.predictions import JudgedPrediction, Prediction, judge_prediction, read_predictions
 from fctune.tasks.evaluation.summary import Tally
+from fctune.tasks.judge import to_plain
+from fctune.tasks.suite import Suite
 
 # A kill loses the verdicts of this time at most.
 _FLUSH_EVERY_S = 0.5
@@ -106,7 +106,7 @@ class _Count:
 
     def __init__(self, suite: Suite) -> None:
         self._suite = suite
-        self._tally = Tally(suite.benchmark is None, suite.plug_in)
+        self._tally = Tally(suite.benchmark is None, suite.weigh)
         self._ids: Counter[str] = Counter()
         self._unknown: Counter[str] = Counter()
         self._not_judged: dict[str, str] = {}

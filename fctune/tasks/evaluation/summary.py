@@ -8,10 +8,9 @@ from typing import Any
 
 from fctune.calls.judge import Judgement, Outcome
 from fctune.calls.metrics import rate, score_outcomes
-from fctune.tasks.benchmarks import Benchmark, Measured
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import Row, judge_row
 from fctune.tasks.evaluation.reasoning import summarise_reasoning
+from fctune.tasks.judge import Row, judge_row
+from fctune.tasks.suite import Measured, Suite, Weigh
 
 # In live_relevance any call will do: nothing is known of its name, its arguments or the number of calls.
 _RATES_OF_ANY_CALL = ("accuracy", "well_formed", "missed_call", "schema_valid")
@@ -25,11 +24,11 @@ class Tally:
 
     Args:
         has_total: Also compute rates over all categories, as ``all``; a benchmark's must not be added up.
-        benchmark: The benchmark that weighs the categories, if the cases belong to one.
+        weigh: Weighs the categories of a benchmark, if the cases belong to one.
     """
 
-    def __init__(self, has_total: bool, benchmark: Benchmark | None = None) -> None:
-        self._has_total, self._benchmark = has_total, benchmark
+    def __init__(self, has_total: bool, weigh: Weigh | None = None) -> None:
+        self._has_total, self._weigh = has_total, weigh
         self._has_benchmark = False
         # Counts by category of equal judgements: in a large file most are equal, and counting takes most time.
         self._counts: dict[str, Counter[_Judged]] = defaultdict(Counter)
@@ -64,7 +63,7 @@ class Tally:
             }
             accuracies = {name: scores["rates"]["accuracy"] for name, scores in summary["scores"].items()}
             measured = {name: Measured(one["rate"], one["n"]) for name, one in accuracies.items()}
-            weighed = None if self._benchmark is None else self._benchmark.weigh(measured)
+            weighed = None if self._weigh is None else self._weigh(measured)
             summary |= {} if weighed is None else {"leaderboard": weighed}
         return summary
 
@@ -91,7 +90,7 @@ class Tally:
 
 def tally_judgements(suite: Suite, judged: Iterable[tuple[str, Judgement, Judgement]]) -> Tally:
     """Count ``(category, strict, lenient)`` of a suite's answers."""
-    tally = Tally(suite.benchmark is None, suite.plug_in)
+    tally = Tally(suite.benchmark is None, suite.weigh)
     for category, strict, lenient in judged:
         tally.add(category, strict, lenient)
     return tally
@@ -110,11 +109,7 @@ def summarise_run(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]
     by_id = {row["id"]: row for row in rows}
     cases = suite.all_cases
     missing: Row = {"error": "no row in the results"}
-    judged = (
-        (case.category, judge_row(case, row), judge_row(case, row, lenient=True))
-        for case in cases
-        for row in (by_id.get(case.id, missing),)
-    )
+    judged = ((case.category, *judge_row(case, by_id.get(case.id, missing))) for case in cases)
     tally = tally_judgements(suite, judged)
     return {
         "suite": suite.name,

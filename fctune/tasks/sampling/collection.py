@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
 from fctune.config.sections.grpo import GRPOConfig
-from fctune.tasks.sampling.rollouts import Request, Rollout
+from fctune.tasks.rollouts import Request, Rollout
 from fctune.tasks.sampling.task_order import Position, TaskOrder
 
 Play = Callable[[Sequence[Request]], Iterable[Rollout]]

@@ -11,13 +11,13 @@ from fctune.base.distributed import World
 from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import CallFormat
 from fctune.engines.engine import Engine
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import JudgedAnswer, Row, is_valid
 from fctune.tasks.evaluation.results import ResultsFile, read_rows
 from fctune.tasks.evaluation.run import describe_run, run_suite
+from fctune.tasks.judge import JudgedEpisode, Row, is_valid
+from fctune.tasks.rewards import BINARY, REWARD_PARTS, score_answer, score_closeness, weigh_parts
 from fctune.tasks.sampling.pass_rates import choose_ks, estimate_pass_rate
-from fctune.tasks.sampling.rewards import BINARY, REWARD_PARTS, score_answer, score_closeness, weigh_parts
 from fctune.tasks.sampling.selection import group_by_case
+from fctune.tasks.suite import Suite
 
 # Fields of an evaluation's row that are the same for all answers to a case.
 _CASE_FIELDS = ("messages", "tools", "expected_calls")
@@ -112,7 +112,7 @@ def sample_suite(
     """
     repeated, timings = repeat_cases(suite, num_samples), Timings()
 
-    def to_row(judged: JudgedAnswer) -> Row:
+    def to_row(judged: JudgedEpisode) -> Row:
         start = time.perf_counter()
         row = make_row(judged, max_new_tokens)
         timings.judging_s += judged.judging_s + time.perf_counter() - start
@@ -148,7 +148,7 @@ def repeat_cases(suite: Suite, num_samples: int) -> Suite:
     return suite.with_cases(cases)
 
 
-def make_row(judged: JudgedAnswer, max_new_tokens: int) -> Row:
+def make_row(judged: JudgedEpisode, max_new_tokens: int) -> Row:
     """Return the result row of one answer; see ``sample_suite``."""
     answer, strict = judged.answer, judged.reading.strict
     row = {key: value for key, value in judged.to_row().items() if key not in _CASE_FIELDS}

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from fctune.data.conversation import Call, Conversation, Message
 from fctune.data.conversion import to_openai_row
-from fctune.tasks.evaluation.cases import Case
-from fctune.tasks.evaluation.judging import Row, is_valid
+from fctune.tasks.judge import Row, is_valid
+from fctune.tasks.task import Case
 
 Keep = Literal["best", "shortest", "diverse", "random"]
 

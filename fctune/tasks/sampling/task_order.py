@@ -13,7 +13,7 @@ import numpy as np
 from fctune.base.errors import ConfigError
 from fctune.config.parsing import suggest
 from fctune.data.loader import shuffled
-from fctune.tasks.sampling.rollouts import make_seed
+from fctune.tasks.episode import make_seed
 
 Position = tuple[int, ...]
 """Tasks drawn of each pool since the start of the run."""

@@ -10,8 +10,7 @@ import pytest
 
 from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call
-from fctune.tasks.environments.discovery import list_environments
-from fctune.tasks.environments.host import EnvironmentDefect, EnvironmentHost
+from fctune.tasks.environments.host import EnvironmentDefect, EnvironmentHost, list_environments
 from fctune.tasks.environments.process import Limits
 from tests.conftest import ROOT
 
@@ -76,9 +75,9 @@ def test_prints_do_not_get_into_results(host: EnvironmentHost) -> None:
 
 @pytest.mark.parametrize("host", ["Drifts"], indirect=True)
 def test_an_environment_that_is_not_deterministic_is_named_when_calls_are_made_again(host: EnvironmentHost) -> None:
-    from fctune.tasks.environments.base import Task, TaskSpec
+    from fctune.tasks.environments.base import CheckedTask, TaskSpec
 
-    task = Task("t", TaskSpec("?", {"value": 0}, ()))
+    task = CheckedTask("t", TaskSpec("?", {"value": 0}, ()))
     first, second = host.start(task), host.start(task)
     first.call(add(1))
     with pytest.raises(EnvironmentDefect, match="exited with code 7"):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fctune.data.conversation import Call
-from fctune.tasks.evaluation.cases import MultiTurnCase
+from fctune.tasks.task import MultiTurnCase
 from tests.calls.bfcl_wheel import data_dir
 from tests.tasks.evaluation.scripted_engine import Plan
 

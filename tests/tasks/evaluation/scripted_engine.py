@@ -10,12 +10,13 @@ from typing import Any
 
 from fctune.calls.formats.registry import FORMATS
 from fctune.data.conversation import Call, Conversation
-from fctune.engines.engine import Answer
+from fctune.engines.engine import Answer, Prompt
 from fctune.tasks.benchmarks import find_suite_files
-from fctune.tasks.evaluation.cases import MultiTurnCase, Suite
 from fctune.tasks.evaluation.results import ResultsFile, read_rows
 from fctune.tasks.evaluation.run import run_suite
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
+from fctune.tasks.task import MultiTurnCase
 
 HERMES = FORMATS["hermes"]
 BROKEN = "<tool_call>{"
@@ -46,14 +47,14 @@ class Player:
         self.prompts: list[Conversation] = []
         self.rounds: list[int] = []
 
-    def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
         self.rounds.append(len(prompts))
         # Not in the order of the prompts, as engines do.
         for index in reversed(range(len(prompts))):
             if self.dies_after is not None and len(self.prompts) >= self.dies_after:
                 raise KeyboardInterrupt
-            self.prompts.append(prompts[index])
-            yield self.say(index, prompts[index])
+            self.prompts.append(prompts[index].conversation)
+            yield self.say(index, prompts[index].conversation)
 
     def say(self, index: int, prompt: Conversation) -> Answer:
         answer = self.plan(self.cases[prompt.source.split()[-1]], *place_of(prompt))

@@ -17,9 +17,9 @@ from fctune.tasks.benchmarks import find_suite_files
 from fctune.tasks.benchmarks.bfcl.cases import SINGLE_TURN, read_bfcl
 from fctune.tasks.benchmarks.bfcl.prompt_answers import BfclAnswer
 from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import judge_answer, judge_row
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.judge import judge_answer, judge_row
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 from tests.calls.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel, official_checker, python_cases
 from tests.tasks.evaluation.official_prompt import (
     is_same_reading,
@@ -174,7 +174,7 @@ def test_a_tuple_is_no_list_to_the_leaderboard_and_one_to_the_typed_match() -> N
         assert official is not None
         decoded = [Call(name, args) for call in official for name, args in call.items()]
         assert row["bfcl"]["valid"] == (check(case, decoded) is True), text
-        assert judge_row(suite.find(case.id), row).is_valid == row["bfcl"]["valid"]  # type: ignore[arg-type]
+        assert judge_row(suite.find(case.id), row)[0].is_valid == row["bfcl"]["valid"]  # type: ignore[arg-type]
         seen[row["bfcl"]["valid"], row["verdict"]] += 1
     assert seen[False, "correct"] > 50
     assert seen[True, "correct"] > 0

@@ -10,7 +10,7 @@ import pytest
 
 from fctune.base.errors import DataError
 from fctune.data.conversation import Call
-from fctune.tasks.evaluation.cases import read_cases
+from fctune.tasks.suite_files import read_cases
 
 WriteRows = Callable[..., Path]
 QUESTION: dict[str, Any] = {

@@ -11,8 +11,9 @@ import pytest
 from fctune.calls.formats.registry import FORMATS
 from fctune.data.conversation import Call
 from fctune.engines.engine import Answer
-from fctune.tasks.evaluation.judging import judge_answer, judge_row, read_answer
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.episode import read_answer
+from fctune.tasks.judge import judge_answer, judge_row
+from fctune.tasks.suite_files import load_suite
 from tests.conftest import ROOT
 
 
@@ -73,6 +74,5 @@ def test_hostile_text_gets_a_verdict_that_can_be_written_and_read_again(name: st
     assert time.monotonic() - start < 10
     assert row["verdict"] not in ("", "correct")
     again = json.loads(json.dumps(row))
-    for lenient in (False, True):
-        judgement = judge_row(case, again, lenient)
-        assert judgement.outcome.verdict == (row["lenient"] if lenient else row)["verdict"]
+    for judgement, judged in zip(judge_row(case, again), (row, row["lenient"]), strict=True):
+        assert judgement.outcome.verdict == judged["verdict"]

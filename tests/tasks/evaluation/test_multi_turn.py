@@ -14,16 +14,17 @@ from fctune.base.errors import ConfigError, DataError
 from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation
-from fctune.engines.endpoint import EndpointEngine, to_messages
-from fctune.engines.engine import Answer
+from fctune.engines.engine import Answer, Prompt
+from fctune.engines.server import ServerEngine, to_messages
 from fctune.tasks.benchmarks import find_suite_files
 from fctune.tasks.benchmarks.bfcl.cases import MULTI_TURN
-from fctune.tasks.evaluation.cases import MultiTurnCase, Suite
-from fctune.tasks.evaluation.judging import judge_row
 from fctune.tasks.evaluation.results import ResultsFile, read_rows
 from fctune.tasks.evaluation.run import run_suite
-from fctune.tasks.evaluation.suites import benchmark_of, load_suite
 from fctune.tasks.evaluation.summary import summarise_run
+from fctune.tasks.judge import judge_row
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import benchmark_of, load_suite
+from fctune.tasks.task import MultiTurnCase
 from tests.calls.bfcl_wheel import SHARED_DIRECTORIES, data_dir, needs_wheel
 from tests.engines.fault_server import Handler, serve
 from tests.tasks.evaluation.scripted_engine import (
@@ -182,12 +183,13 @@ class Narrow(Player):
 
     limit = 0
 
-    def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
-        reason = f"99 prompt tokens and {max_new_tokens} for the answer exceed the model's 98 positions; lower it"
-        fits = [len(json.dumps(prompt.to_openai())) <= self.limit for prompt in prompts]
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
+        limit, asked = prompts[0].max_new_tokens, [prompt.conversation for prompt in prompts]
+        reason = f"99 prompt tokens and {limit} for the answer exceed the model's 98 positions; lower it"
+        fits = [len(json.dumps(prompt.to_openai())) <= self.limit for prompt in asked]
         if not any(fits):
-            raise DataError(f"model: none of {len(prompts)} prompts can be answered\n  {prompts[0].source}: {reason}")
-        for index, prompt in enumerate(prompts):
+            raise DataError(f"model: none of {len(asked)} prompts can be answered\n  {asked[0].source}: {reason}")
+        for index, prompt in enumerate(asked):
             yield self.say(index, prompt) if fits[index] else Answer(index, error=reason)
 
 
@@ -222,9 +224,9 @@ def test_conversations_that_outgrow_it_all_at_once_end_once_each(tmp_path: Path)
         def limit(self) -> int:  # type: ignore[override]
             return 10**9 if len(self.rounds) < 2 else 0
 
-        def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
+        def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
             self.rounds += [len(prompts)] if len(prompts) > 1 else []
-            return super().answer(prompts, max_new_tokens)
+            return super().answer(prompts)
 
     suite, seen = sample(66, ["multi_turn_base"]), []
     run(
@@ -382,7 +384,7 @@ def test_a_server_is_queried_turn_by_turn_and_its_own_calls_are_made(tmp_path: P
         handler.say(None if calls else "Done.", **({"tool_calls": sent} if calls else {}))
 
     with serve(behave) as log:
-        engine = EndpointEngine(log.url, concurrency=4)
+        engine = ServerEngine(log.url, concurrency=4)
         rows = run_suite(suite, engine, None, ResultsFile(tmp_path / "out.jsonl"), num_at_once=16)
     assert rows is not None
     assert_all_right(suite, rows)
@@ -415,7 +417,7 @@ def test_a_servers_error_about_an_overlong_prompt_ends_the_case(
             handler.send(status, json.dumps({"error": {"message": message}}))
 
     with serve(behave) as log:
-        (row,) = run(suite, EndpointEngine(log.url, concurrency=1), tmp_path / "out.jsonl")
+        (row,) = run(suite, ServerEngine(log.url, concurrency=1), tmp_path / "out.jsonl")
     assert row["verdict"] == "no_answer"
     assert ("stopped" in row, "error" in row) == (is_final, not is_final)
     assert message[:40] in (row["stopped"] if is_final else row["error"])
@@ -426,7 +428,7 @@ def test_the_verdicts_of_the_results_are_those_of_the_summary(tmp_path: Path) ->
     rows = run(suite, Player(suite, stray_plan), tmp_path / "out.jsonl")
     cases = {case.id: case for case in suite.multi_turn}
     for row in rows:
-        judgement = judge_row(cases[row["id"]], row)
+        judgement, _ = judge_row(cases[row["id"]], row)
         assert (judgement.outcome.verdict, list(judgement.differences)) == (row["verdict"], row["differences"])
         assert judgement.benchmark is not None
         assert judgement.benchmark._asdict() == row["bfcl"]

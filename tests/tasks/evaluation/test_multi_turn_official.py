@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fctune.data.conversation import Conversation
-from fctune.engines.endpoint import to_messages
+from fctune.engines.server import to_messages
 from fctune.tasks.benchmarks.bfcl.cases import MULTI_TURN
 from tests.calls.bfcl_wheel import needs_wheel, official_multi_turn_checker
 from tests.tasks.evaluation.official_loop import OfficialHandler, official_loop

@@ -15,10 +15,10 @@ from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
 from fctune.engines.engine import Answer
 from fctune.tasks.benchmarks import find_suite_files
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import judge_answer
 from fctune.tasks.evaluation.proposals import propose, write_proposals
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.judge import judge_answer
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 from tests.calls.bfcl_wheel import needs_wheel
 from tests.conftest import ROOT
 

@@ -23,9 +23,10 @@ from fctune.data.conversation import Call, Tool
 from fctune.tasks.benchmarks.bfcl.cases import CATEGORIES, MULTI_TURN, BfclCase, category_of, read_bfcl
 from fctune.tasks.benchmarks.bfcl.single_turn import to_tool
 from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
-from fctune.tasks.evaluation.cases import Case as OwnCase
-from fctune.tasks.evaluation.cases import Suite, read_cases
 from fctune.tasks.evaluation.score_file import partial_path, score_file
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import read_cases
+from fctune.tasks.task import Case as OwnCase
 from tests.calls.bfcl_wheel import (
     PYTHON_CATEGORIES,
     SOURCE_CATEGORIES,

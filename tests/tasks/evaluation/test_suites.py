@@ -20,8 +20,8 @@ from fctune.tasks.benchmarks import find_suite_files
 from fctune.tasks.benchmarks.bfcl.cases import RELEVANCE, SINGLE_TURN, read_bfcl
 from fctune.tasks.benchmarks.bfcl.single_turn import to_tool
 from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
-from fctune.tasks.evaluation.judging import judge_answer
-from fctune.tasks.evaluation.suites import benchmark_of, load_suite
+from fctune.tasks.judge import judge_answer
+from fctune.tasks.suite_files import benchmark_of, load_suite
 from tests.calls.bfcl_wheel import data_dir, needs_wheel
 from tests.conftest import ROOT
 from tests.tasks.evaluation.official_loop import official_convert_to_tool

@@ -10,8 +10,8 @@ import pytest
 
 from fctune.base.errors import DataError
 from fctune.config.sections.grpo import GRPOConfig
+from fctune.tasks.rollouts import Request, Rollout
 from fctune.tasks.sampling.collection import RolloutCollector
-from fctune.tasks.sampling.rollouts import Request, Rollout
 from fctune.tasks.sampling.task_order import TaskOrder
 
 IDS = [f"case {number}" for number in range(10)]

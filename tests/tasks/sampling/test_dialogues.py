@@ -15,15 +15,15 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call
 from fctune.tasks.environments.host import EnvironmentHost
 from fctune.tasks.environments.process import Limits
-from fctune.tasks.sampling.dialogues import DialogueLimits
-from fctune.tasks.sampling.environment_tasks import EnvironmentTasks
-from fctune.tasks.sampling.recorded_tasks import RecordedTasks
-from fctune.tasks.sampling.rollouts import Request, Rollout
+from fctune.tasks.environments.tasks import EnvironmentTasks
+from fctune.tasks.episode import EpisodeLimits
+from fctune.tasks.recorded import RecordedTasks
+from fctune.tasks.rollouts import Request, Rollout
 from tests.conftest import ROOT, TINY_BASE
 from tests.tasks.sampling.recorded_rows import make_row
 from tests.tasks.sampling.scripted_engine import ScriptedEngine
 
-LIMITS = DialogueLimits(max_turns=8, max_new_tokens=200, max_tokens=3000)
+LIMITS = EpisodeLimits(max_turns=8, max_new_tokens=200, max_tokens=3000)
 FAULTY = ROOT / "tests" / "tasks" / "environments" / "faulty_environments.py"
 
 
@@ -36,7 +36,7 @@ def template() -> ChatTemplate:
 def open_tasks(template: ChatTemplate) -> Iterator[Callable[..., EnvironmentTasks]]:
     opened: list[EnvironmentTasks] = []
 
-    def make(*names: str, num_tasks: int = 6, limits: DialogueLimits = LIMITS, **options: Any) -> EnvironmentTasks:
+    def make(*names: str, num_tasks: int = 6, limits: EpisodeLimits = LIMITS, **options: Any) -> EnvironmentTasks:
         hosts = [EnvironmentHost(name, Limits(call_s=1.0)) for name in names]
         tasks = EnvironmentTasks(hosts, "train", num_tasks, template, detect_format(template.source), limits, **options)
         opened.append(tasks)

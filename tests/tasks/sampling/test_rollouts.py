@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from fctune.tasks.sampling.rollouts import Rollout, make_seed
+from fctune.tasks.episode import make_seed
+from fctune.tasks.rollouts import Rollout
 
 ROLLOUT = Rollout(
     *("case", 3, "no_call", 17, (1, 2), (5, 6, 7), (True, False, True), (-math.pi, 0.0, -1e-300)),

@@ -11,8 +11,8 @@ from fctune.base.errors import ConfigError, DataError
 from fctune.config.sections.rollouts import DialogueConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversion import to_openai_row
-from fctune.tasks.sampling.environment_tasks import EnvironmentTasks
-from fctune.tasks.sampling.recorded_tasks import RecordedTasks
+from fctune.tasks.environments.tasks import EnvironmentTasks
+from fctune.tasks.recorded import RecordedTasks
 from fctune.tasks.sampling.task_sets import open_dialogue_tasks
 from tests.conftest import TINY_BASE
 from tests.tasks.sampling.recorded_rows import make_row

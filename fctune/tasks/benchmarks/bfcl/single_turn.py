@@ -31,7 +31,7 @@ from fctune.tasks.benchmarks.bfcl.judge import SingleTurnJudge
 from fctune.tasks.benchmarks.bfcl.multi_turn_cases import open_multi_turn
 from fctune.tasks.benchmarks.bfcl.overall import AGENTIC
 from fctune.tasks.benchmarks.bfcl.prompt_answers import join_tuples
-from fctune.tasks.evaluation.cases import Case, MultiTurnCase
+from fctune.tasks.task import Case, MultiTurnCase
 
 Mode = Literal["tools", "prompt"]
 """How a model is given the functions: as native tools, or in the leaderboard's own system prompt."""

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from fctune.base.errors import ConfigError
 from fctune.data.chat_template import ChatTemplate
 from fctune.engines.http_client import RetryPolicy
-from fctune.tasks.sampling.rollouts import Generation
-from fctune.tasks.sampling.server_engine import ServerPatience, ServerRolloutEngine
-from tests.tasks.sampling.vllm_stand_in import LIES, VllmStandIn
+from fctune.engines.policy_server import PolicyServer, ServerPatience
+from tests.engines.continuations import Continuation, continue_ids
+from tests.engines.vllm_stand_in import LIES, VllmStandIn
 
 QUICK = ServerPatience(poll_s=0.05, max_wait_s=20.0, retry=RetryPolicy(2, 20.0, 0.01, 0.02))
 PROMPTS = [[1, 5, 9, 30], [1, 5, 9, 30], [7, 8], [100, 3, 44, 2, 90]]
@@ -68,12 +68,12 @@ def serve(model_dir: Path) -> Iterator[Callable[..., VllmStandIn]]:
 
 
 @pytest.fixture
-def connect(template: ChatTemplate, tmp_path: Path) -> Iterator[Callable[..., ServerRolloutEngine]]:
-    engines: list[ServerRolloutEngine] = []
+def connect(template: ChatTemplate, tmp_path: Path) -> Iterator[Callable[..., PolicyServer]]:
+    engines: list[PolicyServer] = []
 
-    def make(server: VllmStandIn, **options: Any) -> ServerRolloutEngine:
+    def make(server: VllmStandIn, **options: Any) -> PolicyServer:
         values = {"patience": QUICK, **options}
-        engines.append(ServerRolloutEngine(server.url, tmp_path / "published", template, **values))
+        engines.append(PolicyServer(server.url, tmp_path / "published", template, **values))
         return engines[-1]
 
     yield make
@@ -81,9 +81,8 @@ def connect(template: ChatTemplate, tmp_path: Path) -> Iterator[Callable[..., Se
         engine.close()
 
 
-def ask(engine: ServerRolloutEngine, max_new_tokens: int = 6) -> list[Generation]:
-    answers = engine.generate(PROMPTS, SEEDS, [max_new_tokens] * len(PROMPTS))
-    return sorted(answers, key=lambda one: one.index)
+def ask(engine: PolicyServer, max_new_tokens: int = 6) -> list[Continuation]:
+    return continue_ids(engine, PROMPTS, SEEDS, max_new_tokens)
 
 
 def score(model_dir: Path, adapter: Path | None, prompt: list[int], ids: tuple[int, ...]) -> torch.Tensor:
@@ -98,7 +97,7 @@ def score(model_dir: Path, adapter: Path | None, prompt: list[int], ids: tuple[i
 
 def test_each_answer_has_the_logprobs_of_the_version_that_wrote_it(
     serve: Callable[..., VllmStandIn],
-    connect: Callable[..., ServerRolloutEngine],
+    connect: Callable[..., PolicyServer],
     make_adapter: Callable[..., Path],
     model_dir: Path,
 ) -> None:
@@ -123,7 +122,7 @@ def test_each_answer_has_the_logprobs_of_the_version_that_wrote_it(
 
 
 def test_the_servers_own_settings_do_not_change_probabilities(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine], template: ChatTemplate
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer], template: ChatTemplate
 ) -> None:
     server = serve()
     ask(connect(server, temperature=0.7))
@@ -135,13 +134,13 @@ def test_the_servers_own_settings_do_not_change_probabilities(
 
 
 def test_requests_in_flight_finish_with_their_version_while_another_is_published(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine], make_adapter: Callable[..., Path]
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer], make_adapter: Callable[..., Path]
 ) -> None:
     server = serve()
     engine = connect(server)
     engine.publish(make_adapter(1), 1)
     server.is_answering.clear()
-    answers: list[Generation] = []
+    answers: list[Continuation] = []
     thread = threading.Thread(target=lambda: answers.extend(ask(engine, 2)))
     thread.start()
     while sum(path == "/v1/completions" for path, _ in server.requests) < len(PROMPTS):
@@ -158,7 +157,7 @@ def test_requests_in_flight_finish_with_their_version_while_another_is_published
 
 
 def test_an_adapter_is_published_complete_and_may_vanish_afterwards(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine], make_adapter: Callable[..., Path]
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer], make_adapter: Callable[..., Path]
 ) -> None:
     engine = connect(serve())
     adapter = make_adapter(1)
@@ -174,7 +173,7 @@ def test_an_adapter_is_published_complete_and_may_vanish_afterwards(
 
 def test_a_server_that_dies_is_waited_for_and_gets_the_adapter_again(
     serve: Callable[..., VllmStandIn],
-    connect: Callable[..., ServerRolloutEngine],
+    connect: Callable[..., PolicyServer],
     make_adapter: Callable[..., Path],
     model_dir: Path,
 ) -> None:
@@ -200,7 +199,7 @@ def test_a_server_that_dies_is_waited_for_and_gets_the_adapter_again(
 
 
 def test_a_resumed_run_waits_for_a_server_that_is_not_there_yet(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine]
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer]
 ) -> None:
     server, said = serve(), list[str]()
     server.stop()
@@ -219,7 +218,7 @@ def test_a_resumed_run_waits_for_a_server_that_is_not_there_yet(
 
 
 def test_a_server_that_was_restarted_between_two_batches_gets_the_adapter_again(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine], make_adapter: Callable[..., Path]
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer], make_adapter: Callable[..., Path]
 ) -> None:
     server = serve()
     engine = connect(server)
@@ -233,7 +232,7 @@ def test_a_server_that_was_restarted_between_two_batches_gets_the_adapter_again(
 
 
 def test_a_server_that_does_not_come_back_ends_the_run_in_a_sentence(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine]
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer]
 ) -> None:
     server = serve()
     engine = connect(server, patience=ServerPatience(0.02, 0.2, QUICK.retry))
@@ -243,13 +242,13 @@ def test_a_server_that_does_not_come_back_ends_the_run_in_a_sentence(
 
 
 def test_an_adapter_that_one_of_several_servers_never_finds_fails_its_requests(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine], make_adapter: Callable[..., Path]
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer], make_adapter: Callable[..., Path]
 ) -> None:
     server = serve()
     engine = connect(server)
     engine.publish(make_adapter(1), 1)
     server.fails_with = (404, "The model does not exist")
-    found: list[Generation] = []
+    found: list[Continuation] = []
     thread = threading.Thread(target=lambda: found.extend(ask(engine)), daemon=True)
     thread.start()
     thread.join(10)
@@ -258,7 +257,7 @@ def test_an_adapter_that_one_of_several_servers_never_finds_fails_its_requests(
 
 
 def test_closing_ends_the_threads_that_wait_for_a_lost_server(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine]
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer]
 ) -> None:
     server = serve()
     waits, said = ServerPatience(10.0, 20.0, QUICK.retry), threading.Event()
@@ -286,7 +285,7 @@ def test_closing_ends_the_threads_that_wait_for_a_lost_server(
 
 
 def test_failing_requests_are_repeated_within_bounds(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine]
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer]
 ) -> None:
     server = serve()
     engine = connect(server)
@@ -297,7 +296,7 @@ def test_failing_requests_are_repeated_within_bounds(
     assert all("HTTP 500: EngineCore encountered an issue" in str(answer.error) for answer in answers)
     assert 10**6 - server.num_failing <= 6 * len(PROMPTS)
     server.num_failing = 0
-    long = list(engine.generate([[1] * 2040], [0], [64]))
+    long = continue_ids(engine, [[1] * 2040], [0], 64)
     assert "maximum context length" in str(long[0].error), "not repeated: it is the request's own fault"
     server.fails_with = (401, "Unauthorized")
     with pytest.raises(ConfigError, match=r"Unauthorized. Set FCTUNE_API_KEY"):
@@ -305,15 +304,14 @@ def test_failing_requests_are_repeated_within_bounds(
 
 
 def test_lies_are_counted_asked_again_and_never_returned(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine]
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer]
 ) -> None:
     server, names = serve(), list(LIES)
     engine = connect(server)
 
-    def generate() -> list[Generation]:
+    def generate() -> list[Continuation]:
         count = len(names)
-        answers = engine.generate([PROMPTS[2]] * count, range(count), [2] * count)
-        return sorted(answers, key=lambda one: one.index)
+        return continue_ids(engine, [PROMPTS[2]] * count, range(count), 2)
 
     honest, asked = generate(), set[int]()
 
@@ -337,7 +335,7 @@ def test_lies_are_counted_asked_again_and_never_returned(
 
 @pytest.mark.parametrize("models", [5, {"data": 5}, {"data": [5, {"id": {}}, {"name": "base"}]}])
 def test_a_list_of_models_of_another_form_is_refused_at_the_start(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine], models: Any
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer], models: Any
 ) -> None:
     server = serve()
     server.list_models = lambda: models  # type: ignore[method-assign]
@@ -347,7 +345,7 @@ def test_a_list_of_models_of_another_form_is_refused_at_the_start(
 
 @pytest.mark.parametrize("tokens", [5, None, [1, "2"], [float("inf")], [True]])
 def test_token_ids_of_another_form_are_refused_at_the_start(
-    serve: Callable[..., VllmStandIn], connect: Callable[..., ServerRolloutEngine], tokens: Any
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer], tokens: Any
 ) -> None:
     server = serve()
     server._tokenize = lambda body: (200, {"tokens": tokens})  # type: ignore[method-assign]
@@ -357,7 +355,7 @@ def test_token_ids_of_another_form_are_refused_at_the_start(
 
 def test_adapters_of_an_earlier_process_of_the_run_are_unloaded(
     serve: Callable[..., VllmStandIn],
-    connect: Callable[..., ServerRolloutEngine],
+    connect: Callable[..., PolicyServer],
     make_adapter: Callable[..., Path],
 ) -> None:
     server = serve()
@@ -385,7 +383,7 @@ def test_adapters_of_an_earlier_process_of_the_run_are_unloaded(
 )
 def test_a_refused_adapter_is_one_sentence_with_the_remedy(
     serve: Callable[..., VllmStandIn],
-    connect: Callable[..., ServerRolloutEngine],
+    connect: Callable[..., PolicyServer],
     make_adapter: Callable[..., Path],
     options: dict[str, Any],
     reason: str,
@@ -401,7 +399,7 @@ def test_a_refused_adapter_is_one_sentence_with_the_remedy(
 
 def test_a_wrong_server_is_refused_at_the_start(
     serve: Callable[..., VllmStandIn],
-    connect: Callable[..., ServerRolloutEngine],
+    connect: Callable[..., PolicyServer],
     model_dir: Path,
     tmp_path: Path,
 ) -> None:
@@ -419,7 +417,7 @@ def test_a_wrong_server_is_refused_at_the_start(
 
 
 def test_another_tokenizer_is_refused_at_the_start(
-    connect: Callable[..., ServerRolloutEngine], model_dir: Path, tmp_path: Path
+    connect: Callable[..., PolicyServer], model_dir: Path, tmp_path: Path
 ) -> None:
     import shutil
 

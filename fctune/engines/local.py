@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,16 @@ from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
-from fctune.data.conversation import Conversation
 from fctune.engines.decoding import AnswerDecoder, find_stop_ids
-from fctune.engines.engine import Answer, AnswerTokens, Sampling
+from fctune.engines.engine import Answer, AnswerTokens, Prompt, Sampling
 from fctune.engines.model_files import ModelFiles
 from fctune.models.hub import digest_model
 
 _NUM_SHOWN = 3
 
 
-class InProcessEngine:
-    """Generates in batches, with a KV cache, on this machine's GPU or CPU.
+class LocalEngine:
+    """Generates in batches, with a KV cache, on this machine's GPU or CPU; a ``PolicyEngine``.
 
     The model's own generation config applies, as it does on servers: a repetition penalty there has its effect.
 
@@ -35,6 +34,7 @@ class InProcessEngine:
         sampling: Choice of tokens; None is greedy.
         device: Where to generate; None takes the GPU if there is one.
         model: A transformers model in memory to use with the directory's tokenizer; None loads the directory's.
+        loads_model: Load the directory's weights; without, and without a model, one must be published first.
         template_args: Switches of the chat template for every prompt, over those recorded with the model.
         chat_template: Template in place of the one in the adapter's directory, or in the model's, if any.
         keeps_tokens: Answers have their ``tokens``.
@@ -52,6 +52,7 @@ class InProcessEngine:
         sampling: Sampling | None = None,
         device: torch.device | None = None,
         model: Any = None,
+        loads_model: bool = True,
         template_args: dict[str, Any] | None = None,
         chat_template: ChosenTemplate | None = None,
         keeps_tokens: bool = False,
@@ -64,12 +65,24 @@ class InProcessEngine:
         self._chosen = chat_template
         self.template = ChatTemplate(tokenizer_dir, template_args=template_args, chat_template=chat_template)
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = (_load_model(self.model_dir, self.adapter_dir) if model is None else model).to(self.device)
         self.batch_size = batch_size
         self.sampling = sampling or Sampling()
         self._keeps_tokens = keeps_tokens
-        self.stop_ids = find_stop_ids(self.model.generation_config.eos_token_id, self.template)
-        self.decoder = AnswerDecoder(self.template, self.stop_ids)
+        self.decoder = AnswerDecoder(self.template)
+        self.model: Any = None
+        self.version = 0
+        self.stop_ids: frozenset[int] = frozenset()
+        if model is not None or loads_model:
+            self.publish(_load_model(self.model_dir, self.adapter_dir) if model is None else model, 0)
+
+    def publish(self, policy: Any, version: int) -> None:
+        """Generate with this transformers model from now on."""
+        self.model, self.version = policy.to(self.device), version
+        self.stop_ids = find_stop_ids(policy.generation_config.eos_token_id, self.template)
+
+    def close(self) -> None:
+        """Free the model."""
+        self.model = None
 
     def describe(self) -> dict[str, Any]:
         """Return paths and digests of the model, its adapter and its chosen template, and the sampling settings."""
@@ -84,53 +97,40 @@ class InProcessEngine:
             described["template_args"] = self.template.template_args
         return {**described, "temperature": sampling.temperature, "seed": sampling.seed}
 
-    def answer(
-        self, prompts: Sequence[Conversation], max_new_tokens: int, samples: Sequence[int] = ()
-    ) -> Iterator[Answer]:
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
         """Yield one answer per prompt, longest prompts first, so that a batch holds prompts of similar length.
 
         Raises:
             DataError: No prompt can be answered: the template refuses them, or they leave no room for an answer within
                 the model's positions. If that holds for some prompts only, their answers are errors.
         """
-        encoded, refused = self._encode(prompts, max_new_tokens)
+        assert self.model is not None, "nothing was published"
+        encoded, refused = self._encode(prompts)
         if refused and not encoded:
-            shown = "\n".join(f"  {prompts[i].source}: {reason}" for i, reason in list(refused.items())[:_NUM_SHOWN])
+            shown = "\n".join(
+                f"  {prompts[i].conversation.source}: {reason}" for i, reason in list(refused.items())[:_NUM_SHOWN]
+            )
             raise DataError(
                 f"{self.model_dir}: none of {format_count(len(refused), 'prompt')} can be answered\n{shown}"
             )
         for index, reason in refused.items():
-            yield Answer(index, error=reason)
-        seeds = {i: self._seed(prompts[i], samples[i] if samples else 0) for i in encoded}
-        for index, tokens in self.continue_all(encoded, seeds, dict.fromkeys(encoded, max_new_tokens)):
-            if isinstance(tokens, str):
-                yield Answer(index, error=tokens)
-            else:
-                yield self.decoder.decode(index, tokens, has_tokens=self._keeps_tokens)
-
-    def continue_all(
-        self, encoded: Mapping[int, list[int]], seeds: Mapping[int, int], limits: Mapping[int, int]
-    ) -> Iterator[tuple[int, AnswerTokens | str]]:
-        """Yield each prompt's key and continuation, or why there is none, longest prompts first.
-
-        Args:
-            encoded: Token ids of each prompt.
-            seeds: Seed of each continuation, for temperatures above 0.
-            limits: Limit of each continuation in tokens; those of a batch may exceed theirs up to its largest.
-        """
+            yield Answer(index, error=reason, version=self.version)
+        seeds = {i: self._seed(prompts[i]) for i in encoded}
         waiting = sorted(encoded, key=lambda i: -len(encoded[i]))
         while waiting:
             batch = waiting[: self.batch_size]
-            continued: Sequence[AnswerTokens | str]
             try:
-                limit = max(limits[i] for i in batch)
+                limit = max(prompts[i].max_new_tokens for i in batch)
                 continued = self.continue_tokens([encoded[i] for i in batch], [seeds[i] for i in batch], limit)
             except torch.OutOfMemoryError as error:
                 if len(batch) > 1:
                     self.batch_size = max(1, len(batch) // 2)
                     continue
-                continued = [f"out of memory ({' '.join(str(error).split())[:160]})"]
-            yield from zip(batch, continued, strict=True)
+                reason = f"out of memory ({' '.join(str(error).split())[:160]})"
+                yield Answer(batch[0], error=reason, version=self.version)
+            else:
+                for index, tokens in zip(batch, continued, strict=True):
+                    yield self._decode(index, tokens, prompts[index].max_new_tokens)
             waiting = waiting[len(batch) :]
 
     def generate(self, encoded: list[list[int]], max_new_tokens: int, **options: Any) -> Tensor:
@@ -153,23 +153,32 @@ class InProcessEngine:
             )
         return generated[:, width:]
 
-    def _encode(
-        self, prompts: Sequence[Conversation], max_new_tokens: int
-    ) -> tuple[dict[int, list[int]], dict[int, str]]:
+    def _decode(self, index: int, tokens: AnswerTokens, limit: int) -> Answer:
+        """Return the answer that continued tokens are, up to its own limit, which its batch may exceed."""
+        ids = tokens.ids[:limit]
+        tokens = AnswerTokens(tokens.prompt_ids, ids, tokens.logprobs[:limit])
+        is_cut = not ids or ids[-1] not in self.stop_ids
+        answer = Answer(index, is_cut=is_cut, tokens=tokens, version=self.version)
+        return self.decoder.decode(answer, has_tokens=self._keeps_tokens)
+
+    def _encode(self, prompts: Sequence[Prompt]) -> tuple[dict[int, list[int]], dict[int, str]]:
         """Return the token ids of prompts by index, and the reasons why the others cannot be answered."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         encoded: dict[int, list[int]] = {}
         refused: dict[int, str] = {}
         for index, prompt in enumerate(prompts):
+            if prompt.ids is not None:
+                encoded[index] = list(prompt.ids)
+                continue
             try:
-                ids = self.template.encode_prompt(prompt)
+                ids = self.template.encode_prompt(prompt.conversation)
             except DataError as error:
                 refused[index] = str(error)
                 continue
-            if limit is not None and len(ids) + max_new_tokens > limit:
+            if limit is not None and len(ids) + prompt.max_new_tokens > limit:
                 refused[index] = (
-                    f"{len(ids):,} prompt tokens and {max_new_tokens:,} for the answer exceed the model's {limit:,} "
-                    "positions; lower --max-new-tokens"
+                    f"{len(ids):,} prompt tokens and {prompt.max_new_tokens:,} for the answer exceed the model's "
+                    f"{limit:,} positions; lower --max-new-tokens"
                 )
             else:
                 encoded[index] = ids
@@ -200,8 +209,10 @@ class InProcessEngine:
             continued.append(AnswerTokens(tuple(prompt), tuple(row[:end]), tuple(row_logprobs[:end])))
         return continued
 
-    def _seed(self, prompt: Conversation, sample: int) -> int:
-        text = f"{self.sampling.seed} {prompt.digest()}" + (f" {sample}" if sample else "")
+    def _seed(self, prompt: Prompt) -> int:
+        if prompt.seed is not None:
+            return prompt.seed
+        text = f"{self.sampling.seed} {prompt.conversation.digest()}" + (f" {prompt.sample}" if prompt.sample else "")
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 

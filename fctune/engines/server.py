@@ -8,22 +8,36 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from fctune.base.errors import ConfigError
 from fctune.config.server_address import parse_base_url
-from fctune.data.conversation import Conversation, Message
-from fctune.engines.engine import Answer, Sampling
+from fctune.data.chat_template import ChatTemplate
+from fctune.data.conversation import Conversation, Message, Tool
+from fctune.engines.engine import Answer, Prompt, Sampling
 from fctune.engines.http_client import HttpClient, RequestError, RetryPolicy
-from fctune.engines.server_answers import Timing, TokenLimits, read_chat_answer, read_models, time_events
+from fctune.engines.server_answers import (
+    Timing,
+    TokenLimits,
+    count_vocabulary,
+    read_chat_answer,
+    read_models,
+    time_events,
+)
 
 # Distance of the seeds of a prompt's samples: seeds that users choose are close to each other, and must not meet.
 _SEED_STEP = 1_000_003
 # vLLM: "maximum context length is", "maximum model length of"; llama.cpp: "exceeds the available context size".
 _CONTEXT = re.compile(r"context (?:length|size|window)|maximum model length|max_model_len", re.IGNORECASE)
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "Name of a city, as in Köln"}}}
+_PROBE = Conversation(
+    (Message("user", 'What is the weather in "Köln", 12.50 °C?'),),
+    (Tool({"name": "get_weather", "description": "Current weather", "parameters": _SCHEMA}),),
+)
 
 
-class EndpointEngine:
+class ServerEngine:
     """Requests chat completions, several at a time.
 
     Args:
@@ -89,10 +103,8 @@ class EndpointEngine:
             **switches,
         }
 
-    def answer(
-        self, prompts: Sequence[Conversation], max_new_tokens: int, samples: Sequence[int] = ()
-    ) -> Iterator[Answer]:
-        """Yield one answer per prompt in the order of completion.
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
+        """Yield one answer per prompt in the order of completion; the server renders the conversations.
 
         Once the server has stopped answering altogether, no further requests are sent; their answers are errors.
 
@@ -104,11 +116,7 @@ class EndpointEngine:
         num_answered = num_failed_in_a_row = 0
         cancel_reason = ""
         try:
-            numbers = samples or [0] * len(prompts)
-            indices = {
-                pool.submit(self._request_answer, index, prompt, max_new_tokens, number): index
-                for index, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
-            }
+            indices = {pool.submit(self._request_answer, index, prompt): index for index, prompt in enumerate(prompts)}
             for done in as_completed(indices):
                 if done.cancelled():
                     yield Answer(indices[done], error=cancel_reason)
@@ -131,7 +139,7 @@ class EndpointEngine:
         Raises:
             ConfigError: No answer.
         """
-        body = self._body(prompt, max_new_tokens)
+        body = self._body(Prompt(prompt, max_new_tokens))
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {"ignore_eos": True} if self._accepts_ignore_eos else {}
         start = time.perf_counter()
@@ -142,6 +150,30 @@ class EndpointEngine:
                 self._accepts_ignore_eos = False
                 return self.time_answer(prompt, max_new_tokens)
             raise ConfigError(f"{self.url}: {error}") from None
+
+    def check_tokens(self, template: ChatTemplate) -> None:
+        """Compare the token ids of a prompt with tools with the template's; asks the server for one token.
+
+        From then on, answers with ids outside the vocabulary are refused. Needs ``keeps_tokens``.
+
+        Args:
+            template: The tokenizer and chat template that will be trained with.
+
+        Raises:
+            ConfigError: The server sends no ids, or other ones.
+        """
+        self.vocab_size = count_vocabulary(template)
+        (answer,) = self.answer([Prompt(_PROBE, 1)])
+        if answer.tokens is None:
+            raise ConfigError(f"{self.url}: sends no token ids ({answer.error}). Serve the model with vLLM.")
+        own, sent = template.encode_prompt(_PROBE), answer.tokens.prompt_ids
+        if tuple(own) != sent:
+            position = next(i for i, (a, b) in enumerate(zip_longest(own, sent)) if a != b)
+            raise ConfigError(
+                f"{self.url}: {self.model} has a different tokenizer or chat template from {template.model_dir}: the "
+                f"same prompt has {len(sent):,} token ids there and {len(own):,} here, which differ from number "
+                f"{position} on. Serve the model that is trained."
+            )
 
     def _find_model(self, model: str | None) -> str:
         try:
@@ -161,12 +193,10 @@ class EndpointEngine:
         listing = f"the server lists {', '.join(names[:10])}" if names else unlisted
         raise ConfigError(f"{self.url}: no model name given, and {listing}. Name it: --served-model NAME.")
 
-    def _request_answer(
-        self, index: int, prompt: Conversation, max_new_tokens: int, sample: int
-    ) -> tuple[Answer, bool]:
+    def _request_answer(self, index: int, prompt: Prompt) -> tuple[Answer, bool]:
         """Return the answer to one prompt, and True if the server seems to be gone."""
         start = time.perf_counter()
-        sent = self._body(prompt, max_new_tokens, sample)
+        sent = self._body(prompt)
         most = sent["max_tokens"] if isinstance(sent["max_tokens"], int) else None  # --request may replace it
         limits = TokenLimits(most, self.vocab_size) if self._keeps_tokens else None
         try:
@@ -183,19 +213,21 @@ class EndpointEngine:
         for future in futures:
             future.cancel()
 
-    def _body(self, prompt: Conversation, max_new_tokens: int, sample: int = 0) -> dict[str, Any]:
+    def _body(self, prompt: Prompt) -> dict[str, Any]:
+        assert prompt.ids is None, "a chat server renders its prompts"
+        conversation = prompt.conversation
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": to_messages(prompt.messages),
-            "max_tokens": max_new_tokens,
+            "messages": to_messages(conversation.messages),
+            "max_tokens": prompt.max_new_tokens,
             "temperature": self.sampling.temperature,
-            "seed": self.sampling.seed + _SEED_STEP * sample,
+            "seed": self.sampling.seed + _SEED_STEP * prompt.sample,
         }
         if self._keeps_tokens:
             body |= {"return_token_ids": True, "logprobs": True}
-        if prompt.tools:
-            body["tools"] = [tool.to_openai() for tool in prompt.tools]
-        if switches := {**self._template_args, **prompt.template_args}:
+        if conversation.tools:
+            body["tools"] = [tool.to_openai() for tool in conversation.tools]
+        if switches := {**self._template_args, **conversation.template_args}:
             body["chat_template_kwargs"] = switches
         return {**body, **self._request}
 

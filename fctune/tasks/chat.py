@@ -8,43 +8,23 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fctune.base.errors import DataError
 from fctune.base.launcher_watch import stop_with_parent, user_environment
-from fctune.calls.formats.base import CallFormat, Malformed
-from fctune.data.conversation import Call, Conversation, Message, Tool, to_encodable
+from fctune.calls.formats.base import CallFormat
+from fctune.data.conversation import Conversation, Message, Tool, to_encodable
 from fctune.engines.engine import Engine
-from fctune.tasks.evaluation.judging import read_answer
+from fctune.tasks.episode import Episode, EpisodeLimits, EpisodeRunner
+from fctune.tasks.task import Step, Task, TaskState, to_results
 
 _MAX_RESULT_BYTES = 64 * 1024
 _MAX_PIPE_BYTES = 1024 * 1024  # what a pipe may hold (/proc/sys/fs/pipe-max-size)
 _MAX_ERROR_CHARS = 500
 _POLL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class ChatStep:
-    """One answer of the model.
-
-    Attributes:
-        content: What it says to the user; empty if it only calls tools.
-        calls: The calls it makes, as a serving engine reads them, each with an id.
-        malformed: Stretches meant as calls that cannot be read.
-        reasoning: What it thought; empty if nothing.
-        is_cut: The limit of tokens ended the answer.
-        seconds: Duration, None if the engine does not report it.
-    """
-
-    content: str
-    calls: tuple[Call, ...] = ()
-    malformed: tuple[Malformed, ...] = ()
-    reasoning: str = ""
-    is_cut: bool = False
-    seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -64,75 +44,63 @@ class Chat:
     tools: Sequence[Tool] = ()
     system: str | None = None
     max_new_tokens: int = 512
-    messages: list[Message] = field(default_factory=list)
-    _num_calls: int = 0
-    _turn_start: int = 0
+    messages: tuple[Message, ...] = ()
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget everything but the system message."""
-        self.messages = [Message("system", self.system)] if self.system is not None else []
-        self._turn_start = len(self.messages)
+        self.messages = (Message("system", self.system),) if self.system is not None else ()
 
-    def say(self, text: str) -> ChatStep:
-        """Add the user's message, and return the model's answer.
+    def say(self, text: str, respond: Callable[[Step], Sequence[str]]) -> str | None:
+        """Take a turn of the user, in which the model answers until it makes no more calls.
+
+        The turn only becomes part of the conversation if it ends with an answer. Otherwise calls without results, or a
+        message without an answer, would make templates that require roles to alternate refuse every later prompt.
+
+        Args:
+            text: The user's message.
+            respond: Called with each answer; returns the results of its calls in their order, or raises
+                ``EpisodeStopped`` to end the turn.
+
+        Returns:
+            Why the turn was ended without an answer; None if it was not.
 
         Raises:
-            DataError: The model cannot answer; the message is not added.
-            ConfigError: The server refuses every request; the message is not added.
+            DataError: The model cannot answer.
+            ConfigError: The server refuses every request.
         """
-        self._turn_start = len(self.messages)
-        return self._ask([Message("user", to_encodable(text))])
-
-    def give_results(self, results: Sequence[str]) -> ChatStep:
-        """Add the results of the last answer's calls, in their order, and return the model's next answer.
-
-        Raises:
-            DataError: The model cannot answer; the results are not added.
-            ConfigError: The server refuses every request; the results are not added.
-        """
-        calls = self.messages[-1].calls
-        return self._ask(
-            [
-                Message("tool", to_encodable(result), call_id=call.id, name=call.name)
-                for call, result in zip(calls, results, strict=True)
-            ]
-        )
-
-    def take_back_turn(self) -> None:
-        """Drop the user's last message and all that followed it.
-
-        Without this, a turn that ends early leaves calls without results, or a message without an answer, and templates
-        that require roles to alternate refuse every prompt after it.
-        """
-        del self.messages[self._turn_start :]
+        messages = (*self.messages, Message("user", to_encodable(text)))
+        turn = Episode(_ChatTurn(Conversation(messages, tuple(self.tools), "chat"), respond))
+        (turn,) = EpisodeRunner(self.engine, self.call_format, EpisodeLimits(self.max_new_tokens)).run([turn])
+        if turn.error is not None:
+            raise DataError(f"no answer: {turn.error}")
+        if turn.stopped is None:
+            self.messages = turn.messages
+        return turn.stopped
 
     def to_row(self) -> dict[str, Any]:
         """Return the conversation as a row of training data."""
-        return Conversation(tuple(self.messages), tuple(self.tools)).to_openai()
+        return Conversation(self.messages, tuple(self.tools)).to_openai()
 
-    def _ask(self, new: list[Message]) -> ChatStep:
-        prompt = Conversation((*self.messages, *new), tuple(self.tools), "chat")
-        (answer,) = self.engine.answer([prompt], self.max_new_tokens)
-        if answer.error is not None:
-            raise DataError(f"no answer: {answer.error}")
-        reading = read_answer(answer, self.call_format, self.tools).lenient
-        calls = () if reading.malformed else tuple(self._with_id(call) for call in reading.calls)
-        thought = to_encodable(answer.reasoning.text) if answer.reasoning else ""
-        text = answer.reasoning.blank(answer.text).strip() if answer.reasoning else answer.text
-        content = to_encodable(text if reading.malformed else reading.prose)
-        self.messages += [
-            *new,
-            Message("assistant", None if calls and not content else content, calls, reasoning=thought or None),
-        ]
-        return ChatStep(content, calls, reading.malformed, thought, answer.is_cut, answer.seconds)
 
-    def _with_id(self, call: Call) -> Call:
-        self._num_calls += 1
-        call_id = to_encodable(call.id) or f"call{self._num_calls:05d}"
-        return Call(to_encodable(call.name), to_encodable(call.arguments), call_id)
+class _ChatTurn(Task, TaskState):
+    """A turn of the user, whose calls a person answers."""
+
+    id = category = "chat"
+
+    def __init__(self, prompt: Conversation, respond: Callable[[Step], Sequence[str]]):
+        TaskState.__init__(self, prompt)
+        self._respond = respond
+
+    def start(self) -> TaskState:
+        """Return the turn itself, which is asked once."""
+        return self
+
+    def respond(self, step: Step) -> Sequence[Message]:
+        """Return the results of the answer's calls; without calls the turn is over."""
+        return to_results(step.calls, self._respond(step))
 
 
 def run_tool(command: Sequence[str], arguments: Mapping[str, Any], timeout_s: float) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fctune.base.errors import ConfigError
 from fctune.calls.judge import Outcome
 from fctune.config.parsing import suggest
-from fctune.tasks.evaluation.judging import JudgedAnswer
+from fctune.tasks.judge import JudgedEpisode
 
 REWARD_PARTS: dict[str, str] = {
     "strict": "1 if the calls are the expected ones, read in the model's own call format",
@@ -57,7 +57,7 @@ def check_reward(
         )
 
 
-def score_answer(judged: JudgedAnswer, max_new_tokens: int) -> dict[str, float]:
+def score_answer(judged: JudgedEpisode, max_new_tokens: int) -> dict[str, float]:
     """Return every part of ``REWARD_PARTS`` for a judged answer; without an answer all are 0.
 
     Args:
@@ -100,7 +100,7 @@ def score_arguments(outcome: Outcome) -> float:
     return score_names(outcome) * _f1(matched, due, given)
 
 
-def score_closeness(judged: JudgedAnswer) -> float:
+def score_closeness(judged: JudgedEpisode) -> float:
     """Return how close an answer is to a right one, from 0 to 1: the mean of names, arguments and format.
 
     Names and arguments come from the lenient reading, so an answer that is wrong only in its format is a near miss.

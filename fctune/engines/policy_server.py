@@ -1,32 +1,45 @@
-"""Rollout engine for a vLLM server: token ids in and out, and each update of the policy as an adapter with a new name.
+"""Engine for a vLLM server whose model is trained: token ids in and out, each update of the policy as a new adapter.
 
-A version is loaded under a new name (``server_adapters``); only then do requests use it. An older version is unloaded
-once no request uses it.
+A version is copied to a directory that the server sees, flushed, renamed and loaded; only then do requests use it. Its
+name was never used before, because a server keeps cached prefixes by name and path. An older version is unloaded once
+no request uses it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import secrets
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fctune.base.errors import ConfigError
+from fctune.base.files import flush, staged_directory
 from fctune.checkpoint.fault_hooks import fire
 from fctune.config.server_address import parse_base_url
 from fctune.data.chat_template import ChatTemplate
+from fctune.engines.decoding import AnswerDecoder
+from fctune.engines.engine import Answer, AnswerTokens, Prompt
 from fctune.engines.http_client import HttpClient, RequestError, RetryPolicy
 from fctune.engines.server_answers import TokenLimits, count_vocabulary, read_completion, read_models, read_token_ids
-from fctune.tasks.sampling.rollouts import Generation
-from fctune.tasks.sampling.server_adapters import UNAVAILABLE, PublishedAdapter, ServerAdapters
 
 _PROBE = 'Where is "Köln", 12.50 °C?\n\t{"city": [1, true]} <|x|> 北京 🎉'
 # Times that one request may fail, each after all of its attempts, on a server that is up.
 _MAX_FAILURES = 3
+# HTTP statuses of a server that is starting or ending, or of a proxy without one behind it.
+_UNAVAILABLE = (502, 503, 504)
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_REMEDY = (
+    "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, as fctune serve "
+    "--adapters does"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +57,8 @@ class ServerPatience:
     retry: RetryPolicy = field(default_factory=lambda: RetryPolicy(max_attempts=3, timeout_s=600.0))
 
 
-class ServerRolloutEngine:
-    """Continues token ids with a vLLM server or one with the same API; thread-safe.
+class PolicyServer:
+    """Continues token ids with a vLLM server or one with the same API; a ``PolicyEngine``, and thread-safe.
 
     Args:
         url: Address of the server, with or without ``/v1``.
@@ -85,6 +98,7 @@ class ServerRolloutEngine:
     ):
         self.url = parse_base_url(url, "grpo.server.url").removesuffix("/v1")
         self._template = template
+        self._decoder = AnswerDecoder(template)
         self._vocab_size = count_vocabulary(template)
         self._temperature = temperature
         self._concurrency = concurrency
@@ -116,10 +130,8 @@ class ServerRolloutEngine:
         """Return the address, the base's name and the temperature."""
         return {"engine": "server", "url": self.url, "served_model": self._base, "temperature": self._temperature}
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: Sequence[int]
-    ) -> Iterator[Generation]:
-        """Yield the continuation of each prompt in the order of completion, each with the version that wrote it.
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
+        """Yield the continuation of each prompt's ids in the order of completion, with the version that wrote it.
 
         While the server is unavailable, requests wait; they are sent again once it is back.
 
@@ -131,12 +143,10 @@ class ServerRolloutEngine:
         if self._closed.is_set():
             self._client.stop()
         try:
-            futures = [
-                pool.submit(self._generate_one, index, list(prompt), seed, limit)
-                for index, (prompt, seed, limit) in enumerate(zip(prompts, seeds, max_new_tokens, strict=True))
-            ]
+            futures = [pool.submit(self._answer_one, index, prompt) for index, prompt in enumerate(prompts)]
             for done in as_completed(futures):
-                yield done.result()
+                answer = done.result()
+                yield self._decoder.decode(answer) if answer.error is None else answer
         finally:
             self._client.stop()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -176,12 +186,16 @@ class ServerRolloutEngine:
         for one in published:
             self._adapters.remove(one)
 
-    def _generate_one(self, index: int, prompt: list[int], seed: int, max_new_tokens: int) -> Generation:
-        failures, limits = 0, TokenLimits(max_new_tokens, self._vocab_size)
+    def _answer_one(self, index: int, prompt: Prompt) -> Answer:
+        assert prompt.ids is not None, "a policy continues token ids"
+        ids, failures, limits = prompt.ids, 0, TokenLimits(prompt.max_new_tokens, self._vocab_size)
         rejected: list[str] = []
 
-        def fail(version: int, reason: str) -> Generation:
-            return Generation(index, version=version, error=reason, rejected=tuple(rejected))
+        def fail(version: int, reason: str) -> Answer:
+            return Answer(index, version=version, error=reason, rejected=tuple(rejected))
+
+        def read(body: Any) -> tuple[AnswerTokens, bool]:
+            return read_completion(body, ids, limits)
 
         def note(error: RequestError) -> None:
             if error.kind is not None:
@@ -192,13 +206,11 @@ class ServerRolloutEngine:
             if self._closed.is_set():
                 return fail(self.version, "the run has ended")
             with self._using_current() as published:
-                body = self._body(published.name, prompt, seed, max_new_tokens)
+                body = self._body(published.name, list(ids), prompt.seed, prompt.max_new_tokens)
                 try:
-                    tokens, is_cut = self._client.post(
-                        "/v1/completions", body, lambda answer: read_completion(answer, prompt, limits), note
-                    )
-                    version, answered = published.version, (tokens.ids, tokens.logprobs)
-                    return Generation(index, *answered, is_cut, version, rejected=tuple(rejected))
+                    tokens, is_cut = self._client.post("/v1/completions", body, read, note)
+                    version, kinds = published.version, tuple(rejected)
+                    return Answer(index, is_cut=is_cut, tokens=tokens, version=version, rejected=kinds)
                 except RequestError as error:
                     failure = error
             is_unknown = failure.status == 404 and published.path is not None
@@ -215,7 +227,7 @@ class ServerRolloutEngine:
                 continue
             self._recover(str(failure), num_recoveries)
 
-    def _body(self, name: str, prompt: list[int], seed: int, max_new_tokens: int) -> dict[str, Any]:
+    def _body(self, name: str, prompt: list[int], seed: int | None, max_new_tokens: int) -> dict[str, Any]:
         return {
             "model": name,
             "prompt": prompt,
@@ -259,7 +271,7 @@ class ServerRolloutEngine:
         try:
             self._once.get("/v1/models")
         except RequestError as error:
-            if error.status is None or error.status in UNAVAILABLE:
+            if error.status is None or error.status in _UNAVAILABLE:
                 self._recover(str(error), self._num_recoveries)
 
     def _recover(self, reason: str, num_recoveries: int) -> None:
@@ -360,3 +372,120 @@ class ServerRolloutEngine:
 
 def _list(models: Sequence[dict[str, Any]]) -> str:
     return ", ".join(row["id"] for row in models[:10]) or "no model"
+
+
+@dataclass(slots=True, eq=False)
+class PublishedAdapter:
+    """An adapter on the server; before anything was published, ``name`` is the base's."""
+
+    name: str
+    version: int
+    path: Path | None = None
+    num_requests: int = 0
+
+    def delete_files(self) -> None:
+        """Delete its directory, if it has one."""
+        if self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+class ServerAdapters:
+    """Copies, loads and unloads the adapters of a run.
+
+    Args:
+        client: Client of the server, which tries each request once: a second attempt would find the name taken.
+        url: Its address, for messages.
+        publish_dir: Directory that this process and the server see under the same path.
+        run_id: Names this run's adapters.
+
+    Attributes:
+        directory: ``publish_dir``, absolute.
+        prefix: Start of the name of each of the run's adapters.
+    """
+
+    def __init__(self, client: HttpClient, url: str, publish_dir: Path, run_id: str):
+        self._client, self._url, self.directory = client, url, publish_dir.absolute()
+        self.prefix = f"fctune-{hashlib.blake2b(run_id.encode(), digest_size=4).hexdigest()}-"
+
+    def copy(self, policy: Path, version: int) -> PublishedAdapter:
+        """Copy an adapter to a directory with a new name, atomically.
+
+        Raises:
+            ConfigError: The directory cannot be written.
+        """
+        path = self.directory / f"{self.prefix}v{version}-{secrets.token_hex(3)}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with staged_directory(path) as staging:
+                for name in _ADAPTER_FILES:
+                    shutil.copyfile(policy / name, staging / name)
+                    flush(staging / name)
+                flush(staging)
+            flush(self.directory)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.directory}: the adapter of version {version} cannot be written ({error.strerror or error}). "
+                "Pass a directory with free space that trainer and server share."
+            ) from None
+        return PublishedAdapter(path.name, version, path)
+
+    def load(self, published: PublishedAdapter) -> str | None:
+        """Load an adapter; returns the reason if the server is unavailable, else None.
+
+        Raises:
+            ConfigError: The server refuses it, or does not see its directory.
+        """
+        body = {"lora_name": published.name, "lora_path": str(published.path)}
+        try:
+            # The body is plain text, not JSON.
+            self._client.post_text("/v1/load_lora_adapter", body)
+        except RequestError as error:
+            if error.status is None or error.status in _UNAVAILABLE:
+                return str(error)
+            if "already been loaded" in str(error):
+                return None
+            raise ConfigError(f"{self._url}: {self._describe_refusal(published, error)}") from None
+        return None
+
+    def remove(self, published: PublishedAdapter) -> None:
+        """Unload an adapter and delete its directory; nothing for the base."""
+        if published.path is not None:
+            self._unload(published.name)
+            published.delete_files()
+
+    def remove_left(self, names: Iterable[str]) -> None:
+        """Unload those of these names that a killed process of this run has left, and delete its directories."""
+        for name in names:
+            if name.startswith(self.prefix):
+                self._unload(name)
+        for left in self.directory.glob(f"*{self.prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _unload(self, name: str) -> None:
+        with suppress(RequestError):  # a server that has died has unloaded it as well
+            self._client.post_text("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def _describe_refusal(self, published: PublishedAdapter, error: RequestError) -> str:
+        said, path = str(error), published.path
+        assert path is not None
+        if "max_lora_rank" in said or ("greater than" in said and "rank" in said.lower()):
+            rank = _read_rank(path)
+            return (
+                f"the adapter has rank {rank}, over the server's limit ({said}). Start vLLM with --max-lora-rank "
+                f"{rank} or more, or lower adapter.rank."
+            )
+        if "No adapter found" in said or "No such file" in said or str(path) in said:
+            return (
+                f"the server does not see {path} ({said}). Choose a directory that trainer and server share under the "
+                "same path."
+            )
+        if error.status in (404, 405) or ("lora" in said.lower() and "enabl" in said.lower()):
+            return f"does not load adapters at run time ({said}); {_REMEDY}."
+        return f"rejects the adapter {path} ({said}). Check that it serves the model that is trained."
+
+
+def _read_rank(adapter_dir: Path) -> int | str:
+    try:
+        return int(json.loads((adapter_dir / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"

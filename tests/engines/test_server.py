@@ -18,10 +18,9 @@ import pytest
 from fctune.base.errors import ConfigError
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.engines.endpoint import EndpointEngine, to_messages
-from fctune.engines.engine import Answer, AnswerTokens, Sampling
+from fctune.engines.engine import Answer, AnswerTokens, Prompt, Sampling, make_prompts
 from fctune.engines.http_client import HttpClient, RequestError, RetryPolicy
-from fctune.engines.token_check import check_server_tokens
+from fctune.engines.server import ServerEngine, to_messages
 from tests.engines.fault_server import Handler, Log, say_user, serve
 
 QUICK = RetryPolicy(max_attempts=4, timeout_s=0.4, first_wait_s=0.02, max_wait_s=0.1, max_retry_after_s=1.5)
@@ -30,9 +29,9 @@ TOOL = Tool({"name": "f", "parameters": {"type": "object", "properties": {"a": {
 
 
 def ask(log: Log, words: list[str], **options: Any) -> list[Answer]:
-    engine = EndpointEngine(log.url, **{"retry_policy": QUICK, "concurrency": 4, **options})
+    engine = ServerEngine(log.url, **{"retry_policy": QUICK, "concurrency": 4, **options})
     prompts = [Conversation((Message("user", word),)) for word in words]
-    answers = list(engine.answer(prompts, 8))
+    answers = list(engine.answer(make_prompts(prompts, 8)))
     assert sorted(answer.index for answer in answers) == list(range(len(words))), "every prompt gets one answer"
     return sorted(answers, key=lambda answer: answer.index)
 
@@ -64,8 +63,8 @@ def test_servers_of_this_machine_are_asked_directly_and_others_through_the_proxy
 
 def test_the_request_has_the_form_of_chat_completions() -> None:
     with serve(say_user) as log:
-        engine = EndpointEngine(log.url, sampling=Sampling(0.5, 7), request={"tool_choice": "none"}, retry_policy=QUICK)
-        list(engine.answer([Conversation((Message("user", "Hi"),), (TOOL,))], 33))
+        engine = ServerEngine(log.url, sampling=Sampling(0.5, 7), request={"tool_choice": "none"}, retry_policy=QUICK)
+        list(engine.answer([Prompt(Conversation((Message("user", "Hi"),), (TOOL,)), 33)]))
         body = log.bodies[0]
         assert body["model"] == "tiny"
         assert body["messages"] == [{"role": "user", "content": "Hi"}]
@@ -257,7 +256,7 @@ def test_the_api_key_is_sent_and_never_shown(tmp_path: Any, monkeypatch: pytest.
         (answer,) = ask(log, ["Hi"], api_key=KEY)
         assert log.headers[0]["Authorization"] == f"Bearer {KEY}"
         assert answer.error == "HTTP 400: you sent Bearer ***"
-        assert KEY not in str(EndpointEngine(log.url, api_key=KEY).describe())
+        assert KEY not in str(ServerEngine(log.url, api_key=KEY).describe())
         ask(log, ["Hi"])
         assert "Authorization" not in log.headers[1]
 
@@ -293,7 +292,7 @@ def test_a_missing_server_is_a_config_error() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(ConfigError, match=r"Connection refused.*Is the server up"):
-        EndpointEngine(f"http://127.0.0.1:{port}", retry_policy=QUICK)
+        ServerEngine(f"http://127.0.0.1:{port}", retry_policy=QUICK)
 
 
 @pytest.mark.parametrize(
@@ -307,14 +306,14 @@ def test_a_missing_server_is_a_config_error() -> None:
 def test_the_model_must_be_named_unless_the_server_lists_exactly_one(models: bytes, words: str) -> None:
     with serve(say_user, models) as log:
         with pytest.raises(ConfigError, match=words):
-            EndpointEngine(log.url, retry_policy=QUICK)
-        assert EndpointEngine(log.url, "b", retry_policy=QUICK).model == "b"
+            ServerEngine(log.url, retry_policy=QUICK)
+        assert ServerEngine(log.url, "b", retry_policy=QUICK).model == "b"
 
 
 @pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY} x", f"{KEY}é"])
 def test_an_api_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
     with pytest.raises(ConfigError, match="FCTUNE_API_KEY") as error:
-        EndpointEngine("http://127.0.0.1:9", api_key=key)
+        ServerEngine("http://127.0.0.1:9", api_key=key)
     assert KEY not in str(error.value)
 
 
@@ -370,14 +369,14 @@ def test_many_threads_share_a_client() -> None:
 )
 def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--model: ") as refused:
-        EndpointEngine(url)
+        ServerEngine(url)
     assert "hunter2" not in str(refused.value)
 
 
 def test_an_address_is_accepted_with_and_without_its_path() -> None:
     with serve(say_user) as log:
         for tail in ("", "/", "/v1", "/v1/", "/v1/chat/completions"):
-            assert EndpointEngine(log.url + tail, retry_policy=QUICK).url == f"{log.url}/v1"
+            assert ServerEngine(log.url + tail, retry_policy=QUICK).url == f"{log.url}/v1"
 
 
 def event(text: str, **choice: Any) -> str:
@@ -401,7 +400,7 @@ def test_a_stream_is_timed_to_its_first_token(ending: list[str], num_tokens: int
         handler.stream(event(""), event("a"), event("b"), event("c"), *ending, pause_s=0.05)
 
     with serve(behave) as log:
-        timing = EndpointEngine(log.url).time_answer(Conversation((Message("user", "Hi"),)), 8)
+        timing = ServerEngine(log.url).time_answer(Conversation((Message("user", "Hi"),)), 8)
     assert timing.num_tokens == num_tokens
     assert 0.1 <= timing.first_s <= timing.total_s - 0.08
 
@@ -411,7 +410,7 @@ def test_a_server_that_rejects_ignore_eos_is_timed_without_it() -> None:
         handler.send(422, "unexpected field") if "ignore_eos" in body else handler.stream(event("a"), "[DONE]")
 
     with serve(behave) as log:
-        engine = EndpointEngine(log.url, retry_policy=QUICK)
+        engine = ServerEngine(log.url, retry_policy=QUICK)
         for _ in range(2):
             assert engine.time_answer(Conversation((Message("user", "Hi"),)), 8).num_tokens == 1
         assert len(log.bodies) == 3
@@ -423,7 +422,7 @@ def test_an_incomplete_stream_is_requested_again(pieces: list[str]) -> None:
         handler.stream(*pieces) if number == 0 else handler.stream(event("a"), event("b"), "[DONE]")
 
     with serve(behave) as log:
-        timing = EndpointEngine(log.url, retry_policy=QUICK).time_answer(Conversation((Message("user", "Hi"),)), 8)
+        timing = ServerEngine(log.url, retry_policy=QUICK).time_answer(Conversation((Message("user", "Hi"),)), 8)
         assert timing.num_tokens == 2
         assert len(log.bodies) == 2
 
@@ -433,9 +432,9 @@ def test_template_switches_are_sent_with_each_request() -> None:
     plain = Conversation((Message("user", "Hi"),))
     with serve(say_user) as log:
         for switches in ({"enable_thinking": False, "level": 2}, None):
-            engine = EndpointEngine(log.url, retry_policy=QUICK, template_args=switches)
+            engine = ServerEngine(log.url, retry_policy=QUICK, template_args=switches)
             for prompt in (plain, own):
-                list(engine.answer([prompt], 4))
+                list(engine.answer([Prompt(prompt, 4)]))
         sent = [body.get("chat_template_kwargs") for body in log.bodies]
         assert engine.describe().get("template_args") is None
     assert sent == [
@@ -448,8 +447,8 @@ def test_template_switches_are_sent_with_each_request() -> None:
 
 def test_each_sample_of_a_prompt_has_a_seed_of_its_own() -> None:
     with serve(say_user) as log:
-        engine = EndpointEngine(log.url, sampling=Sampling(1.0, 7), retry_policy=QUICK)
-        list(engine.answer([Conversation((Message("user", "Hi"),))] * 4, 8, [0, 1, 2, 3]))
+        engine = ServerEngine(log.url, sampling=Sampling(1.0, 7), retry_policy=QUICK)
+        list(engine.answer(make_prompts([Conversation((Message("user", "Hi"),))] * 4, 8, [0, 1, 2, 3])))
         seeds = sorted(body["seed"] for body in log.bodies)
         assert seeds[0] == 7
         assert len(set(seeds)) == 4
@@ -489,10 +488,10 @@ def test_a_server_with_another_tokenizer_is_refused(tiny_base: Path) -> None:
         handler.send(200, json.dumps({"choices": [choice], "prompt_token_ids": ids}).encode())
 
     with serve(behave) as log:
-        engine = EndpointEngine(log.url, retry_policy=QUICK, keeps_tokens=True)
-        check_server_tokens(engine, template)
+        engine = ServerEngine(log.url, retry_policy=QUICK, keeps_tokens=True)
+        engine.check_tokens(template)
         with pytest.raises(ConfigError, match=r"tiny has a different tokenizer or chat template from .* number 3 on"):
-            check_server_tokens(engine, template)
+            engine.check_tokens(template)
 
 
 def _to_conversation(body: dict[str, Any]) -> Conversation:

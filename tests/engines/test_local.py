@@ -16,8 +16,8 @@ from fctune.base.errors import ConfigError, DataError
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic import iter_cases
-from fctune.engines.engine import Sampling
-from fctune.engines.in_process import GumbelNoise, InProcessEngine
+from fctune.engines.engine import Prompt, Sampling, make_prompts
+from fctune.engines.local import GumbelNoise, LocalEngine
 from fctune.engines.model_files import find_model
 from fctune.models.hub import digest_model
 
@@ -27,20 +27,21 @@ def prompts() -> list[Conversation]:
     return [Conversation(case.messages, case.tools, case.id) for case in iter_cases(6, 3)]
 
 
-def texts(engine: InProcessEngine, prompts: list[Conversation], max_new_tokens: int = 16) -> list[str]:
-    return [a.text for a in sorted(engine.answer(prompts, max_new_tokens), key=lambda answer: answer.index)]
+def texts(engine: LocalEngine, prompts: list[Conversation], max_new_tokens: int = 16) -> list[str]:
+    answers = engine.answer(make_prompts(prompts, max_new_tokens))
+    return [answer.text for answer in sorted(answers, key=lambda answer: answer.index)]
 
 
 def test_batched_answers_equal_those_one_at_a_time(tiny_base: Path, prompts: list[Conversation]) -> None:
-    together = texts(InProcessEngine(tiny_base, batch_size=6), prompts, 24)
-    assert together == texts(InProcessEngine(tiny_base, batch_size=1), prompts, 24)
+    together = texts(LocalEngine(tiny_base, batch_size=6), prompts, 24)
+    assert together == texts(LocalEngine(tiny_base, batch_size=1), prompts, 24)
 
 
 def test_an_answer_is_the_greedy_continuation_of_the_prompt(tiny_base: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     prompt = Conversation((Message("user", "Say kalo menu."),))
-    answer = next(iter(InProcessEngine(tiny_base).answer([prompt], 12)))
+    answer = next(iter(LocalEngine(tiny_base).answer([Prompt(prompt, 12)])))
     template = ChatTemplate(tiny_base)
     model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
     tokens = template.encode_prompt(prompt)
@@ -57,19 +58,19 @@ def test_an_answer_is_the_greedy_continuation_of_the_prompt(tiny_base: Path) -> 
 
 def test_samples_depend_on_the_seed_and_the_prompt_alone(tiny_base: Path, prompts: list[Conversation]) -> None:
     def sampled(batch_size: int, seed: int, prompts: list[Conversation]) -> list[str]:
-        return texts(InProcessEngine(tiny_base, batch_size=batch_size, sampling=Sampling(2.0, seed)), prompts)
+        return texts(LocalEngine(tiny_base, batch_size=batch_size, sampling=Sampling(2.0, seed)), prompts)
 
     first = sampled(6, 1, prompts)
     assert first == sampled(1, 1, prompts)
     assert first[3:] == sampled(6, 1, prompts[3:])
     assert first != sampled(6, 2, prompts)
-    assert first != texts(InProcessEngine(tiny_base), prompts)
+    assert first != texts(LocalEngine(tiny_base), prompts)
 
 
 def test_tokens_are_sampled_with_their_probabilities(tiny_base: Path) -> None:
     """The largest logit after Gumbel noise is a sample from the softmax: compared with the probabilities."""
     temperature, num_draws = 1.5, 400
-    greedy = InProcessEngine(tiny_base)
+    greedy = LocalEngine(tiny_base)
     tokens = greedy.template.encode_prompt(Conversation((Message("user", "Say kalo menu."),)))
     with torch.no_grad():
         logits = greedy.model(torch.tensor([tokens])).logits[0, -1].double()
@@ -85,7 +86,7 @@ def test_tokens_are_sampled_with_their_probabilities(tiny_base: Path) -> None:
 def test_a_batch_that_runs_out_of_memory_is_halved(
     tiny_base: Path, prompts: list[Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = InProcessEngine(tiny_base, batch_size=6)
+    engine = LocalEngine(tiny_base, batch_size=6)
     expected_texts = texts(engine, prompts)
     generate, sizes = engine.model.generate, []
 
@@ -101,13 +102,13 @@ def test_a_batch_that_runs_out_of_memory_is_halved(
 
 
 def test_a_prompt_without_an_answer_spares_the_others(make_model: Callable[..., Path]) -> None:
-    engine = InProcessEngine(make_model("llama", max_position_embeddings=64))
+    engine = LocalEngine(make_model("llama", max_position_embeddings=64))
     prompts = [Conversation((Message("user", words),)) for words in ("Hi", "kalo " * 100, "Hello")]
-    answers = sorted(engine.answer(prompts, 16), key=lambda answer: answer.index)
+    answers = sorted(engine.answer(make_prompts(prompts, 16)), key=lambda answer: answer.index)
     assert [answer.error is None for answer in answers] == [True, False, True]
     assert "exceed the model's 64 positions" in (answers[1].error or "")
     with pytest.raises(DataError, match="none of 1 prompt can be answered"):
-        list(engine.answer(prompts[1:2], 16))
+        list(engine.answer(make_prompts(prompts[1:2], 16)))
 
 
 def test_a_model_is_found_by_the_names_that_users_give(tmp_path: Path, tiny_base: Path) -> None:
@@ -177,12 +178,13 @@ def test_samples_of_a_prompt_differ_and_their_tokens_have_the_model_s_logprobs(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    engine = InProcessEngine(tiny_base, batch_size=3, sampling=Sampling(2.0, 5), keeps_tokens=True)
-    answers = sorted(engine.answer([prompts[0]] * 3 + [prompts[1]], 12, [0, 1, 2, 0]), key=lambda a: a.index)
+    engine = LocalEngine(tiny_base, batch_size=3, sampling=Sampling(2.0, 5), keeps_tokens=True)
+    asked = make_prompts([prompts[0]] * 3 + [prompts[1]], 12, [0, 1, 2, 0])
+    answers = sorted(engine.answer(asked), key=lambda answer: answer.index)
     assert len({answer.text for answer in answers[:3]}) == 3
     # Sample 0 is the answer of an evaluation, and none depends on the others of its batch.
-    assert answers[0].text == texts(InProcessEngine(tiny_base, sampling=Sampling(2.0, 5)), [prompts[0]], 12)[0]
-    alone = next(iter(InProcessEngine(tiny_base, sampling=Sampling(2.0, 5)).answer([prompts[0]], 12, [2])))
+    assert answers[0].text == texts(LocalEngine(tiny_base, sampling=Sampling(2.0, 5)), [prompts[0]], 12)[0]
+    alone = next(iter(LocalEngine(tiny_base, sampling=Sampling(2.0, 5)).answer([Prompt(prompts[0], 12, 2)])))
     assert alone.text == answers[2].text
     model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
     for answer in answers:

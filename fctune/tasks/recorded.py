@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import ClassVar
 
 from fctune.base.errors import DataError
-from fctune.calls.formats.base import CallFormat, Parsed
+from fctune.calls.formats.base import CallFormat
 from fctune.calls.judge import judge
 from fctune.calls.matching import call_key
 from fctune.data.chat_template import ChatTemplate
@@ -17,9 +18,9 @@ from fctune.data.conversation import Call, Conversation, Message
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
 from fctune.data.tool_schema import ToolSet
-from fctune.tasks.sampling.dialogues import DialogueLimits, DialoguePlayer
-from fctune.tasks.sampling.rewards import check_reward
-from fctune.tasks.sampling.rollouts import Request, Rollout, RolloutEngine
+from fctune.tasks.episode import Episode, EpisodeLimits
+from fctune.tasks.rollouts import EpisodeTasks
+from fctune.tasks.task import Step, Task, TaskState
 
 RECORDED_PARTS: dict[str, str] = {
     "solved": "1 if every turn makes the calls of the row",
@@ -27,11 +28,8 @@ RECORDED_PARTS: dict[str, str] = {
 }
 """Parts of a reward with recorded results, each with its meaning."""
 
-RECORDED_REWARD = {"solved": 1.0}
-"""The default weights."""
 
-
-class RecordedTasks:
+class RecordedTasks(EpisodeTasks):
     """Recorded conversations, which continue as recorded as long as the policy makes the row's calls.
 
     Rows without tools, rows without calls that have results, and repeated rows are left out.
@@ -40,7 +38,7 @@ class RecordedTasks:
         conversations: The rows.
         template: Chat template and tokenizer of the policy.
         call_format: Format in which it writes calls.
-        limits: Where dialogues end.
+        limits: Where episodes end.
         weights: Weight of each part of ``RECORDED_PARTS``.
         where: Config key of the weights, for the message.
 
@@ -49,36 +47,45 @@ class RecordedTasks:
         DataError: No row has recorded results.
     """
 
+    parts = RECORDED_PARTS
+    default_weights: ClassVar[Mapping[str, float]] = {"solved": 1.0}
+
     def __init__(
         self,
         conversations: Iterable[Conversation],
         template: ChatTemplate,
         call_format: CallFormat,
-        limits: DialogueLimits,
-        weights: Mapping[str, float] = RECORDED_REWARD,
+        limits: EpisodeLimits,
+        weights: Mapping[str, float] | None = None,
         where: str = "reward",
     ):
-        check_reward(weights, where, RECORDED_PARTS, "this reward")
-        self._rows = {one.digest(): one for one in conversations if one.tools and _find_start(one) is not None}
-        if not self._rows:
+        super().__init__(template, call_format, limits, weights, where)
+        found = (RecordedTask(one) for one in conversations if one.tools and _find_start(one) is not None)
+        self._tasks = {task.id: task for task in found}
+        if not self._tasks:
             raise DataError(
                 "no row has tools and calls with recorded results. Pass rows that have both, or use single-turn cases."
             )
-        self._player = DialoguePlayer(template, call_format, limits, weights)
-        self._settings = [repr(limits), dict(sorted(weights.items()))]
 
     @property
     def ids(self) -> Sequence[str]:
         """Ids of the tasks: digests of their rows."""
-        return list(self._rows)
+        return list(self._tasks)
 
     def digest(self) -> str:
         """Return a hex digest of the rows and settings."""
-        return hashlib.blake2b(json.dumps([self._settings, self.ids]).encode(), digest_size=16).hexdigest()
+        settings = [self._limits.describe(), dict(sorted(self._weights.items()))]
+        return hashlib.blake2b(json.dumps([settings, self.ids]).encode(), digest_size=16).hexdigest()
 
-    def play(self, engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """Yield the rewarded rollout of each request."""
-        return self._player.play(engine, requests, lambda request: _RecordedWorld(self._rows[request.case_id]))
+    def open(self, task_id: str) -> Task:
+        """Return the task of a row."""
+        return self._tasks[task_id]
+
+    def score(self, episode: Episode) -> Mapping[str, float]:
+        """Return the parts of the reward, from the share of right turns."""
+        assert isinstance(episode.state, _RecordedState)
+        share = episode.state.share_right
+        return {"solved": float(share == 1.0), "progress": share}
 
 
 def read_recorded(path: str, row_format: str = "auto") -> Iterator[Conversation]:
@@ -93,24 +100,42 @@ def read_recorded(path: str, row_format: str = "auto") -> Iterator[Conversation]
         yield parsed.conversation
 
 
-class _RecordedWorld:
-    """One conversation, up to the first turn in which the policy deviates from it."""
+class RecordedTask(Task):
+    """A recorded conversation with results."""
+
+    category = "recorded"
+
+    def __init__(self, row: Conversation):
+        self.id, self.row = row.digest(), row
+
+    def start(self) -> TaskState:
+        """Return a state that follows the row."""
+        return _RecordedState(self.row)
+
+
+class _RecordedState(TaskState):
+    """A row, up to the first turn in which the policy deviates from it."""
 
     def __init__(self, row: Conversation):
         start = _find_start(row)
         assert start is not None
-        self.prompt = replace(row, messages=row.messages[:start])
-        self.category = "recorded"
+        super().__init__(replace(row, messages=row.messages[:start]))
         self._messages = row.messages
         self._position = start
         self._tools = ToolSet(row.tools)
         self._num_turns = sum(message.role == "assistant" for message in row.messages[start:])
         self._num_right = 0
 
-    def respond(self, parsed: Parsed) -> Sequence[Message]:
+    @property
+    def share_right(self) -> float:
+        """Share of the row's turns before the first that deviates."""
+        return self._num_right / self._num_turns
+
+    def respond(self, step: Step) -> Sequence[Message]:
         """Return the recorded results and the messages after them, if the calls are those of the row."""
         expected = self._messages[self._position]
-        if not judge(expected.calls, parsed, self._tools).outcome.is_correct:
+        made = step.parsed._replace(calls=step.calls)
+        if step.parsed.malformed or not judge(expected.calls, made, self._tools).outcome.is_correct:
             return ()
         self._num_right += 1
         following = []
@@ -120,15 +145,7 @@ class _RecordedWorld:
             self._position += 1
         if self._position == len(self._messages):
             return ()
-        return _to_made_calls(expected.calls, parsed.calls, following)
-
-    def score(self, text: str) -> Mapping[str, float]:
-        """Return the parts of the reward, from the share of right turns."""
-        share = self._num_right / self._num_turns
-        return {"solved": float(share == 1.0), "progress": share}
-
-    def close(self) -> None:
-        """Do nothing: a row holds no resources."""
+        return _to_made_calls(expected.calls, step.calls, following)
 
 
 def _find_start(row: Conversation) -> int | None:
