@@ -27,7 +27,7 @@ from fctune.models.export import export_adapter
 from fctune.runs.metrics_file import MetricsFile
 from fctune.tasks.evaluation.live import build_answering, random_state_restored
 from fctune.tasks.rollouts import CaseTasks, TaskSet
-from fctune.tasks.sampling.task_order import TaskOrder
+from fctune.tasks.sampling.collection import TaskOrder
 from fctune.tasks.sampling.task_sets import load_training_suite, open_dialogue_tasks, open_server_engine
 from fctune.tasks.suite_files import benchmark_of
 from fctune.training.adapters import AdapterTuning

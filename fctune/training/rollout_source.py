@@ -27,8 +27,7 @@ from fctune.config.schema import RunConfig
 from fctune.engines.engine import PolicyEngine
 from fctune.models.attention import MakeBounds
 from fctune.tasks.rollouts import Request, Rollout, TaskSet
-from fctune.tasks.sampling.collection import RolloutBatch, RolloutCollector
-from fctune.tasks.sampling.task_order import Position, TaskOrder
+from fctune.tasks.sampling.collection import Position, RolloutBatch, RolloutCollector, TaskOrder
 from fctune.training.policy_gradient import compute_advantages
 from fctune.training.prefetch import StepData
 from fctune.training.rollout_steps import TrainedRollout, make_step_data

@@ -21,7 +21,7 @@ from fctune.engines.engine import Answer, AnswerTokens, PolicyEngine, Prompt
 from fctune.engines.local import LocalEngine
 from fctune.models.attention import make_bounds
 from fctune.tasks.rollouts import Request, Rollout
-from fctune.tasks.sampling.task_order import TaskOrder
+from fctune.tasks.sampling.collection import TaskOrder
 from fctune.training.rollout_source import RolloutSource
 from tests.ranks import run_ranks
 from tests.training.training_runs import make_config

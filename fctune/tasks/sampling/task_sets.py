@@ -12,8 +12,7 @@ from fctune.config.sections.rollouts import RECORDED, DialogueConfig, ServerConf
 from fctune.data.chat_template import ChatTemplate
 from fctune.engines.policy_server import PolicyServer, ServerPatience
 from fctune.tasks.environments.base import Split
-from fctune.tasks.environments.host import EnvironmentHost
-from fctune.tasks.environments.process import Limits
+from fctune.tasks.environments.host import EnvironmentHost, Limits
 from fctune.tasks.environments.tasks import EnvironmentTasks
 from fctune.tasks.episode import EpisodeLimits
 from fctune.tasks.evaluation.row_cases import make_row_cases

@@ -10,8 +10,7 @@ import pytest
 
 from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call
-from fctune.tasks.environments.host import EnvironmentDefect, EnvironmentHost, list_environments
-from fctune.tasks.environments.process import Limits
+from fctune.tasks.environments.host import EnvironmentDefect, EnvironmentHost, Limits, list_environments
 from tests.conftest import ROOT
 
 FILE = Path(__file__).with_name("faulty_environments.py")

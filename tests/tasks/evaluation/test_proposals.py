@@ -15,8 +15,8 @@ from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
 from fctune.engines.engine import Answer
 from fctune.tasks.benchmarks import find_suite_files
-from fctune.tasks.evaluation.proposals import propose, write_proposals
 from fctune.tasks.judge import judge_answer
+from fctune.tasks.sampling.selection import propose, write_proposals
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
 from tests.calls.bfcl_wheel import needs_wheel

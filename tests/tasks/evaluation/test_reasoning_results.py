@@ -20,9 +20,8 @@ from fctune.engines.engine import Answer, Prompt
 from fctune.engines.local import LocalEngine
 from fctune.engines.server import ServerEngine, to_messages
 from fctune.tasks.episode import read_answer
-from fctune.tasks.evaluation.reasoning import summarise_reasoning
 from fctune.tasks.evaluation.results import ResultsFile
-from fctune.tasks.evaluation.summary import summarise_run
+from fctune.tasks.evaluation.summary import summarise_reasoning, summarise_run
 from fctune.tasks.judge import judge_answer, judge_row
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite

@@ -11,8 +11,7 @@ import pytest
 from fctune.base.errors import DataError
 from fctune.config.sections.grpo import GRPOConfig
 from fctune.tasks.rollouts import Request, Rollout
-from fctune.tasks.sampling.collection import RolloutCollector
-from fctune.tasks.sampling.task_order import TaskOrder
+from fctune.tasks.sampling.collection import RolloutCollector, TaskOrder
 
 IDS = [f"case {number}" for number in range(10)]
 CATEGORIES = {one: "no_call" if number in {2, 6} else "call" for number, one in enumerate(IDS)}

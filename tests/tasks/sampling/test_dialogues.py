@@ -13,8 +13,7 @@ from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call
-from fctune.tasks.environments.host import EnvironmentHost
-from fctune.tasks.environments.process import Limits
+from fctune.tasks.environments.host import EnvironmentHost, Limits
 from fctune.tasks.environments.tasks import EnvironmentTasks
 from fctune.tasks.episode import EpisodeLimits
 from fctune.tasks.recorded import RecordedTasks

@@ -26,8 +26,7 @@ from fctune.data.sources import UnreadRow, read_source
 from fctune.engines.engine import Answer, AnswerTokens, Prompt
 from fctune.tasks.evaluation.results import ResultsFile, read_rows
 from fctune.tasks.rewards import check_reward, weigh_parts
-from fctune.tasks.sampling.pass_rates import choose_ks, estimate_pass_rate, pass_at_k
-from fctune.tasks.sampling.run import Budget, sample_suite, summarise_samples
+from fctune.tasks.sampling.run import Budget, choose_ks, estimate_pass_rate, pass_at_k, sample_suite, summarise_samples
 from fctune.tasks.sampling.selection import group_by_case, select_pairs, select_rows
 from fctune.tasks.suite import Suite
 from fctune.tasks.task import Case

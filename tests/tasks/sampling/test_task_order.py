@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from fctune.base.errors import ConfigError
-from fctune.tasks.sampling.task_order import Position, TaskOrder
+from fctune.tasks.sampling.collection import Position, TaskOrder
 
 IDS = [f"case {number}" for number in range(30)]
 CATEGORIES = {one: ("call", "call", "call", "no_call", "clarify")[n % 5] for n, one in enumerate(IDS)}
