@@ -191,12 +191,10 @@ def override(name: str, config: RunConfig, output_dir: Path) -> list[str]:
     else:
         values |= {"grpo.prompts_per_step": 2, "grpo.group_size": 2, "grpo.max_new_tokens": 8}
         values["grpo.cases"] = re.sub(r":(\d+)", ":64", config.grpo.cases, count=1)
-        # Random weights end no answer and are never right, so chance rewards all of them where it can.
-        values["grpo.mask_cut"] = "false"
+        # Random weights end no answer and are never right, so chance rewards them.
+        values |= {"grpo.mask_cut": "false", "grpo.reward": "{random: 1}"}
         if is_dialogue_source(config.grpo.cases):
-            values |= {"grpo.drop_flat_groups": "false", "grpo.dialogue.max_turns": 2}
-        else:
-            values["grpo.reward"] = "{random: 1}"
+            values["grpo.dialogue.max_turns"] = 2
         if config.grpo.engine == "server":
             values |= {"grpo.engine": "in_process", "grpo.server": "null", "grpo.max_staleness": 0}
     if config.eval.every:

@@ -10,16 +10,14 @@ from itertools import pairwise
 from typing import ClassVar
 
 from fctune.base.errors import DataError
-from fctune.calls.formats.base import CallFormat
 from fctune.calls.judge import judge
 from fctune.calls.matching import call_key
-from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
 from fctune.data.tool_schema import ToolSet
-from fctune.tasks.episode import Episode, EpisodeLimits
-from fctune.tasks.rollouts import EpisodeTasks
+from fctune.tasks.episode import Episode
+from fctune.tasks.rollouts import EpisodeTasks, RolloutSettings
 from fctune.tasks.task import Step, Task, TaskState
 
 RECORDED_PARTS: dict[str, str] = {
@@ -34,32 +32,16 @@ class RecordedTasks(EpisodeTasks):
 
     Rows without tools, rows without calls that have results, and repeated rows are left out.
 
-    Args:
-        conversations: The rows.
-        template: Chat template and tokenizer of the policy.
-        call_format: Format in which it writes calls.
-        limits: Where episodes end.
-        weights: Weight of each part of ``RECORDED_PARTS``.
-        where: Config key of the weights, for the message.
-
     Raises:
-        ConfigError: A part does not exist.
+        ConfigError: A part of the reward does not exist.
         DataError: No row has recorded results.
     """
 
     parts = RECORDED_PARTS
     default_weights: ClassVar[Mapping[str, float]] = {"solved": 1.0}
 
-    def __init__(
-        self,
-        conversations: Iterable[Conversation],
-        template: ChatTemplate,
-        call_format: CallFormat,
-        limits: EpisodeLimits,
-        weights: Mapping[str, float] | None = None,
-        where: str = "reward",
-    ):
-        super().__init__(template, call_format, limits, weights, where)
+    def __init__(self, conversations: Iterable[Conversation], settings: RolloutSettings):
+        super().__init__(settings)
         found = (RecordedTask(one) for one in conversations if one.tools and _find_start(one) is not None)
         self._tasks = {task.id: task for task in found}
         if not self._tasks:

@@ -11,6 +11,9 @@ from fctune.calls.judge import Outcome
 from fctune.config.parsing import suggest
 from fctune.tasks.judge import JudgedEpisode
 
+CONTROL: dict[str, str] = {"random": "0 or 1 by chance: a control, which must not improve anything"}
+"""The part that any task has, with its meaning."""
+
 REWARD_PARTS: dict[str, str] = {
     "strict": "1 if the calls are the expected ones, read in the model's own call format",
     "lenient": "1 if they are the expected ones as a serving engine parses them",
@@ -19,7 +22,7 @@ REWARD_PARTS: dict[str, str] = {
     "schema": "share of the calls that match their tool's schema; 1 without calls",
     "format": "1 if nothing in the answer is a call that cannot be read",
     "brevity": "1 minus the share of the token limit that the answer takes",
-    "random": "0 or 1 by chance: a control, which must not improve anything",
+    **CONTROL,
 }
 """The parts, each with its meaning."""
 
@@ -67,7 +70,6 @@ def score_answer(judged: JudgedEpisode, max_new_tokens: int) -> dict[str, float]
     if judged.answer.error is not None:
         return dict.fromkeys(REWARD_PARTS, 0.0)
     outcome, num_tokens = judged.strict.outcome, judged.answer.num_tokens
-    bit = hashlib.blake2b(f"{judged.case.id} {judged.answer.text}".encode("utf-8", "surrogatepass"), digest_size=1)
     return {
         "strict": float(judged.strict.is_valid),
         "lenient": float(judged.lenient.is_valid),
@@ -76,8 +78,13 @@ def score_answer(judged: JudgedEpisode, max_new_tokens: int) -> dict[str, float]
         "schema": _share(outcome.num_schema_valid, outcome.num_called),
         "format": float(not outcome.num_malformed),
         "brevity": 0.0 if num_tokens is None else max(0.0, 1 - num_tokens / max_new_tokens),
-        "random": float(bit.digest()[0] & 1),
+        "random": toss_coin(judged.case.id, judged.answer.text),
     }
+
+
+def toss_coin(task_id: str, text: str) -> float:
+    """Return 0 or 1 by chance, the same whenever a task's answer is rewarded again."""
+    return float(hashlib.blake2b(f"{task_id} {text}".encode("utf-8", "surrogatepass"), digest_size=1).digest()[0] & 1)
 
 
 def weigh_parts(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from fctune.base.errors import ConfigError, DataError
-from fctune.calls.formats.base import CallFormat
+from fctune.calls.formats.registry import detect_format
 from fctune.checkpoint.fault_hooks import fire
 from fctune.config.intervals import choose_noun, format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.engines.engine import Engine
 from fctune.tasks.episode import Episode, EpisodeLimits, EpisodeRunner, EpisodeTokens
 from fctune.tasks.judge import judge_episode
-from fctune.tasks.rewards import BINARY, REWARD_PARTS, check_reward, score_answer, weigh_parts
+from fctune.tasks.rewards import BINARY, CONTROL, REWARD_PARTS, check_reward, score_answer, toss_coin, weigh_parts
 from fctune.tasks.suite import Suite
 from fctune.tasks.task import Task, TaskError
 
@@ -121,39 +121,42 @@ class TaskSet(Protocol):
         """Yield the rewarded rollout of each request, in the order of completion."""
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """How tasks are asked and rewarded.
+
+    Attributes:
+        template: Chat template and tokenizer of the policy, which writes calls in the template's format.
+        limits: Where episodes end.
+        weights: Weight of each part of the reward; None: the default of the tasks.
+        section: Config section of the settings, for messages.
+    """
+
+    template: ChatTemplate
+    limits: EpisodeLimits
+    weights: Mapping[str, float] | None = None
+    section: str = "grpo"
+
+
 class EpisodeTasks(ABC):
     """A ``TaskSet`` whose episodes are run and rewarded here; subclasses open tasks and score their ends.
 
-    Args:
-        template: Chat template and tokenizer of the policy.
-        call_format: Format in which it writes calls.
-        limits: Where episodes end.
-        weights: Weight of each part of the reward; None: the default.
-        where: Config key of the weights, for the message.
-
     Raises:
-        ConfigError: A part of the reward does not exist.
+        ConfigError: A part of the reward does not exist, or the template's call format is unknown.
     """
 
     parts: ClassVar[Mapping[str, str]]
-    """Parts of the reward, each with its meaning."""
+    """Parts of the reward besides the control, each with its meaning."""
     default_weights: ClassVar[Mapping[str, float]]
     reward_name: ClassVar[str] = "this reward"
     max_failing: ClassVar[int | None] = _MAX_FAILING
     """Failing tasks in a row that end the run; None: failures are left to whoever asks."""
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        call_format: CallFormat,
-        limits: EpisodeLimits,
-        weights: Mapping[str, float] | None = None,
-        where: str = "reward",
-    ):
-        weights = self.default_weights if weights is None else weights
-        check_reward(weights, where, self.parts, self.reward_name)
-        self._template, self._call_format, self._limits = template, call_format, limits
-        self._weights = dict(weights)
+    def __init__(self, settings: RolloutSettings):
+        weights = self.default_weights if settings.weights is None else settings.weights
+        check_reward(weights, f"{settings.section}.reward", {**self.parts, **CONTROL}, self.reward_name)
+        self._template, self._limits, self._weights = settings.template, settings.limits, dict(weights)
+        self._call_format = detect_format(settings.template.source)
         self._failing: set[str] = set()  # tasks of the failures since the last rollout
 
     @property
@@ -171,7 +174,7 @@ class EpisodeTasks(ABC):
 
     @abstractmethod
     def score(self, episode: Episode) -> Mapping[str, float]:
-        """Return every part of the reward of an episode, each from 0 to 1.
+        """Return the parts of the reward of an episode, each from 0 to 1.
 
         Raises:
             TaskError: The episode cannot be judged.
@@ -204,7 +207,8 @@ class EpisodeTasks(ABC):
         parts: Mapping[str, float] = {}
         if episode.error is None:
             try:
-                parts = self.score(episode)
+                control = toss_coin(episode.task.id, "\n".join(episode.transcript))
+                parts = {**self.score(episode), "random": control}
             except TaskError as error:
                 episode.fail(str(error))
         tokens, error = episode.tokens, episode.error
@@ -244,15 +248,6 @@ class EpisodeTasks(ABC):
 class CaseTasks(EpisodeTasks):
     """The single-turn cases of a suite: one answer each, rewarded by the verdict on its calls.
 
-    Args:
-        suite: The cases.
-        template: Chat template and tokenizer of the policy.
-        call_format: Format in which it writes calls.
-        max_new_tokens: Maximum length of an answer in tokens.
-        max_tokens: Tokens that a prompt and its answer may have together.
-        weights: Weight of each part of ``REWARD_PARTS``.
-        where: Config section of the settings, for messages.
-
     Raises:
         ConfigError: A part of the reward does not exist, or a prompt leaves no room for an answer.
         DataError: The suite has no single-turn case, or the chat template refuses one.
@@ -263,18 +258,10 @@ class CaseTasks(EpisodeTasks):
     reward_name = "a reward"
     max_failing = None
 
-    def __init__(
-        self,
-        suite: Suite,
-        template: ChatTemplate,
-        call_format: CallFormat,
-        max_new_tokens: int,
-        max_tokens: int,
-        weights: Mapping[str, float] | None = None,
-        where: str = "grpo",
-    ):
-        limits = EpisodeLimits(max_new_tokens, max_tokens=max_tokens)
-        super().__init__(template, call_format, limits, weights, f"{where}.reward")
+    def __init__(self, suite: Suite, settings: RolloutSettings):
+        super().__init__(settings)
+        template, where = settings.template, settings.section
+        max_new_tokens, max_tokens = settings.limits.max_new_tokens, settings.limits.max_tokens
         if not suite.cases:
             raise DataError(
                 f"{suite.name}: has no single-turn cases. Make some with fctune data cases ROWS --out FILE."
@@ -290,9 +277,9 @@ class CaseTasks(EpisodeTasks):
                 f"with {num_tokens:,} tokens and {where}.max_new_tokens={max_new_tokens:,} in "
                 f"data.seq_len={max_tokens:,}. Raise data.seq_len, lower {where}.max_new_tokens, or remove these cases."
             )
-        settings = [suite.digest(), call_format.name, max_new_tokens, sorted(self._weights.items())]
+        described = [suite.digest(), self._call_format.name, max_new_tokens, sorted(self._weights.items())]
         self._digest = hashlib.blake2b(
-            json.dumps([settings, sorted(self._prompts.items())]).encode("utf-8", "surrogatepass"), digest_size=8
+            json.dumps([described, sorted(self._prompts.items())]).encode("utf-8", "surrogatepass"), digest_size=8
         ).hexdigest()
 
     @property

@@ -7,12 +7,10 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import DataError
-from fctune.calls.formats.registry import detect_format
 from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
 from fctune.config.sections.rollouts import is_dialogue_source
@@ -25,8 +23,9 @@ from fctune.engines.local import LocalEngine
 from fctune.engines.policy_server import PolicyServer
 from fctune.models.export import export_adapter
 from fctune.runs.metrics_file import MetricsFile
+from fctune.tasks.episode import EpisodeLimits
 from fctune.tasks.evaluation.live import build_answering, random_state_restored
-from fctune.tasks.rollouts import CaseTasks, TaskSet
+from fctune.tasks.rollouts import CaseTasks, RolloutSettings, TaskSet
 from fctune.tasks.sampling.collection import TaskOrder
 from fctune.tasks.sampling.task_sets import load_training_suite, open_dialogue_tasks, open_server_engine
 from fctune.tasks.suite_files import benchmark_of
@@ -111,13 +110,14 @@ class PolicyTuning(AdapterTuning):
 
     def _open_tasks(self) -> tuple[TaskSet, TaskOrder, str | None]:
         """Return the tasks, their order, and the benchmark that they belong to, if any."""
-        grpo, max_tokens, template = self.grpo, self.config.data.seq_len, self._template
-        limits: dict[str, Any] = {"max_new_tokens": grpo.max_new_tokens, "max_tokens": max_tokens}
+        grpo = self.grpo
+        limits = EpisodeLimits(grpo.max_new_tokens, max_tokens=self.config.data.seq_len)
+        settings = RolloutSettings(self._template, limits, grpo.reward)
         if is_dialogue_source(grpo.cases):
-            dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, template, reward=grpo.reward, **limits)
+            dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, settings)
             return dialogues, TaskOrder(dialogues.ids, self.config.seed), None
         suite = load_training_suite(grpo.cases, grpo.force_benchmark)
-        tasks = CaseTasks(suite, template, detect_format(template.source), weights=grpo.reward or None, **limits)
+        tasks = CaseTasks(suite, settings)
         order = TaskOrder(tasks.ids, self.config.seed, tasks.categories, grpo.category_shares)
         return tasks, order, benchmark_of(suite)
 

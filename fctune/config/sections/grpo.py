@@ -90,7 +90,7 @@ class GRPOConfig:
     dialogue: DialogueConfig = field(default_factory=DialogueConfig)
     """Limits of dialogues, which `cases` names as `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, or
     as `recorded:ROWS`, a file of rows with calls and their results (docs/environments.md). Their rewards have different
-    parts: `solved`, `progress`, and in environments `economy` and `validity`."""
+    parts: `solved`, `progress`, in environments `economy` and `validity`, and `random`."""
     max_staleness: Annotated[int, AT_LEAST_0] = 1
     """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
 

@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from fctune.base.errors import ConfigError
-from fctune.calls.formats.base import CallFormat
-from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message
 from fctune.tasks.environments.base import CheckedTask, Split
 from fctune.tasks.environments.host import EnvironmentDefect, EnvironmentHost
-from fctune.tasks.episode import Episode, EpisodeLimits
-from fctune.tasks.rollouts import EpisodeTasks
+from fctune.tasks.episode import Episode
+from fctune.tasks.rollouts import EpisodeTasks, RolloutSettings
 from fctune.tasks.task import Step, Task, TaskError, TaskState, to_results
 
 ENVIRONMENT_PARTS: dict[str, str] = {
@@ -38,11 +36,7 @@ class EnvironmentTasks(EpisodeTasks):
         hosts: The environments.
         split: Side of the tasks; those of ``test`` are never trained on.
         num_tasks: Tasks of each environment.
-        template: Chat template and tokenizer of the policy.
-        call_format: Format in which it writes calls.
-        limits: Where episodes end.
-        weights: Weight of each part of ``ENVIRONMENT_PARTS``.
-        where: Config key of the weights, for the message.
+        settings: How they are asked and rewarded.
 
     Raises:
         ConfigError: A part does not exist, or an environment cannot make its first task.
@@ -57,24 +51,21 @@ class EnvironmentTasks(EpisodeTasks):
         hosts: Sequence[EnvironmentHost],
         split: Split,
         num_tasks: int,
-        template: ChatTemplate,
-        call_format: CallFormat,
-        limits: EpisodeLimits,
-        weights: Mapping[str, float] | None = None,
-        where: str = "reward",
+        settings: RolloutSettings,
     ):
-        super().__init__(template, call_format, limits, weights, where)
+        super().__init__(settings)
         self._hosts = {host.name: host for host in hosts}
         self._split: Split = split
         pairs = [(host, seed) for seed in range(num_tasks) for host in hosts]
         self._tasks = {task.id: task for task in (EnvironmentTask(host, seed, split) for host, seed in pairs)}
-        settings = [sorted(self._hosts), split, num_tasks, limits.describe(), dict(sorted(self._weights.items()))]
+        limits, weights = self._limits.describe(), dict(sorted(self._weights.items()))
+        described = [sorted(self._hosts), split, num_tasks, limits, weights]
         tools = [[tool.to_json() for tool in host.tools] for host in hosts]
         try:
             first = [self._tasks[f"{host.name}/{split}/0"].make().describe() for host in hosts]
         except EnvironmentDefect as error:
             raise ConfigError(f"{error}.") from None
-        text = json.dumps([settings, tools, first])
+        text = json.dumps([described, tools, first])
         self._digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fctune.base.errors import ConfigError
-from fctune.calls.formats.registry import detect_format
 from fctune.config.loading import read_environment
 from fctune.config.sections.rollouts import RECORDED, DialogueConfig, ServerConfig, parse_environments
 from fctune.data.chat_template import ChatTemplate
@@ -14,45 +14,31 @@ from fctune.engines.policy_server import PolicyServer, ServerPatience
 from fctune.tasks.environments.base import Split
 from fctune.tasks.environments.host import EnvironmentHost, Limits
 from fctune.tasks.environments.tasks import EnvironmentTasks
-from fctune.tasks.episode import EpisodeLimits
 from fctune.tasks.evaluation.row_cases import make_row_cases
 from fctune.tasks.recorded import RecordedTasks, read_recorded
+from fctune.tasks.rollouts import RolloutSettings
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import benchmark_of, load_suite, make_cases
 
 
 def open_dialogue_tasks(
-    cases: str,
-    config: DialogueConfig,
-    template: ChatTemplate,
-    *,
-    max_new_tokens: int,
-    max_tokens: int,
-    reward: Mapping[str, float] | None = None,
-    where: str = "grpo.reward",
-    split: Split = "train",
+    cases: str, config: DialogueConfig, settings: RolloutSettings, split: Split = "train"
 ) -> EnvironmentTasks | RecordedTasks:
     """Open the tasks of ``environment:NAMES:TASKS`` or ``recorded:ROWS``.
 
     Args:
         cases: Value of ``grpo.cases``.
         config: Limits of dialogues and environments.
-        template: Chat template and tokenizer of the policy.
-        max_new_tokens: Limit of one answer.
-        max_tokens: Limit of a dialogue, prompt included.
-        reward: Weights of the parts; None: the default for the kind of tasks.
-        where: Config key of the weights, for messages.
+        settings: How tasks are asked and rewarded; ``config`` limits their turns.
         split: Side of environments' tasks.
 
     Raises:
         ConfigError: An environment or a part of the reward does not exist, or an environment is unusable.
         DataError: The rows cannot be read, or none has recorded results.
     """
-    call_format = detect_format(template.source)
-    limits = EpisodeLimits(max_new_tokens, config.max_turns, max_tokens)
+    settings = replace(settings, limits=replace(settings.limits, max_turns=config.max_turns))
     if cases.startswith(RECORDED):
-        rows = read_recorded(cases.removeprefix(RECORDED))
-        return RecordedTasks(rows, template, call_format, limits, reward, where)
+        return RecordedTasks(read_recorded(cases.removeprefix(RECORDED)), settings)
     parsed = parse_environments(cases)
     assert parsed is not None, "the config was checked"
     names, num_tasks = parsed
@@ -61,7 +47,7 @@ def open_dialogue_tasks(
     try:
         for name in names:
             hosts.append(EnvironmentHost(name, allowed))
-        return EnvironmentTasks(hosts, split, num_tasks, template, call_format, limits, reward, where)
+        return EnvironmentTasks(hosts, split, num_tasks, settings)
     except BaseException:
         for host in hosts:
             host.close()
