@@ -73,7 +73,7 @@ class PolicyServer:
         min_positions: Smallest context of the server, in tokens.
         patience: How long to wait for a lost server.
         is_resumed: Wait for the server if it is not there yet, since the run has found it before.
-        say: Called with a line when the server is lost or back.
+        log: Called with a line when the server is lost or back.
 
     Raises:
         ConfigError: The address is invalid, no server answers, or it has several models, a different tokenizer, or too
@@ -94,7 +94,7 @@ class PolicyServer:
         min_positions: int = 0,
         patience: ServerPatience | None = None,
         is_resumed: bool = False,
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
     ):
         self.url = parse_base_url(url, "grpo.server.url").removesuffix("/v1")
         self._template = template
@@ -103,7 +103,7 @@ class PolicyServer:
         self._temperature = temperature
         self._concurrency = concurrency
         self._patience = patience or ServerPatience()
-        self._say = say
+        self._log = log
         self._client = HttpClient(self.url, api_key, self._patience.retry)
         # Loading is not retried blindly: a second attempt would find the name taken.
         self._once = HttpClient(self.url, api_key, RetryPolicy(max_attempts=1, timeout_s=300.0))
@@ -285,7 +285,7 @@ class PolicyServer:
         with self._recovery:
             if self._num_recoveries != num_recoveries:
                 return
-            started, is_told = time.monotonic(), False
+            started, has_warned = time.monotonic(), False
             while True:
                 if self._is_healthy():
                     error = self._adapters.load(self._current) if self._current.path is not None else None
@@ -298,17 +298,17 @@ class PolicyServer:
                         f"{self.url}: unavailable for {waited:,.0f} s ({reason}). Start the server, and run the same "
                         "command again to resume."
                     )
-                if not is_told:
-                    self._say(f"the server at {self.url} is unavailable ({reason}); waiting for it")
-                    is_told = True
+                if not has_warned:
+                    self._log(f"the server at {self.url} is unavailable ({reason}); waiting for it")
+                    has_warned = True
                 if self._closed.wait(self._patience.poll_s):
                     raise ConfigError(
                         f"{self.url}: unavailable ({reason}), and the run has ended, so it was not waited for."
                     )
             self._num_recoveries += 1
-            if is_told:
+            if has_warned:
                 waited = time.monotonic() - started
-                self._say(f"the server at {self.url} is back after {waited:,.0f} s, with version {self.version}")
+                self._log(f"the server at {self.url} is back after {waited:,.0f} s, with version {self.version}")
 
     def _is_healthy(self) -> bool:
         try:

@@ -132,7 +132,7 @@ class PolicyTuning(AdapterTuning):
                 temperature=self.grpo.temperature,
                 min_positions=self.config.data.seq_len,
                 is_resumed=self.run.resume is not None,
-                say=logger.warning,
+                log=logger.warning,
             )
             opened.append(engine)
 

@@ -178,7 +178,7 @@ def test_a_server_that_dies_is_waited_for_and_gets_the_adapter_again(
     model_dir: Path,
 ) -> None:
     server, said = serve(), list[str]()
-    engine = connect(server, say=said.append)
+    engine = connect(server, log=said.append)
     adapter = make_adapter(1)
     engine.publish(adapter, 3)
     before = [answer.ids for answer in ask(engine)]
@@ -211,7 +211,7 @@ def test_a_resumed_run_waits_for_a_server_that_is_not_there_yet(
         if len(said) == 1:
             server.start()
 
-    engine = connect(server, is_resumed=True, say=hear)
+    engine = connect(server, is_resumed=True, log=hear)
     assert not any(answer.error for answer in ask(engine))
     assert "is unavailable (connection failed" in said[0]
     assert "is back after" in said[1]
@@ -261,7 +261,7 @@ def test_closing_ends_the_threads_that_wait_for_a_lost_server(
 ) -> None:
     server = serve()
     waits, said = ServerPatience(10.0, 20.0, QUICK.retry), threading.Event()
-    engine = connect(server, patience=waits, say=lambda line: said.set())
+    engine = connect(server, patience=waits, log=lambda line: said.set())
     server.stop()
     errors: list[str] = []
 

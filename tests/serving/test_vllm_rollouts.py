@@ -157,7 +157,7 @@ def test_a_server_that_ends_is_waited_for_and_one_without_adapters_is_named(
     port, said = find_port(), list[str]()
     patience = ServerPatience(poll_s=1.0, max_wait_s=600.0)
     with serve_vllm(TINY_BASE, vllm_python, port, "--max-model-len", "512", adapters=RANK) as address:
-        engine = PolicyServer(address, tmp_path, template, patience=patience, say=said.append)
+        engine = PolicyServer(address, tmp_path, template, patience=patience, log=said.append)
         engine.publish(make_adapter(1), 1)
         before = ask(engine, prompts)
     answers: list[Continuation] = []

@@ -62,7 +62,7 @@ def open_server_engine(
     temperature: float = 1.0,
     min_positions: int = 0,
     is_resumed: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> PolicyServer:
     """Connect to the server that a config names.
 
@@ -73,7 +73,7 @@ def open_server_engine(
         temperature: Temperature of the answers.
         min_positions: Smallest context of the server, in tokens.
         is_resumed: Wait for the server if it is not there yet.
-        say: Called with a line when the server is lost or back.
+        log: Called with a line when the server is lost or back.
 
     Raises:
         ConfigError: No server answers, or it does not serve this model.
@@ -91,7 +91,7 @@ def open_server_engine(
         min_positions=min_positions,
         patience=ServerPatience(max_wait_s=config.max_wait_s),
         is_resumed=is_resumed,
-        say=say,
+        log=log,
     )
 
 

@@ -43,8 +43,8 @@ def test_environments_take_turns_and_held_out_tasks_are_others(settings: Rollout
 def test_unknown_environments_and_parts_are_named(settings: RolloutSettings) -> None:
     with pytest.raises(ConfigError, match="environment shp: no such environment; did you mean shop"):
         open_dialogue_tasks("environment:files,shp:3", DialogueConfig(), settings)
+    weighted = replace(settings, weights={"arguments": 1.0})
     with pytest.raises(ConfigError, match=r"grpo.reward.arguments: no such part of this reward.* \(parts: solved"):
-        weighted = replace(settings, weights={"arguments": 1.0})
         open_dialogue_tasks("environment:files:3", DialogueConfig(), weighted)
 
 
