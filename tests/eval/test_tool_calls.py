@@ -19,9 +19,9 @@ from fctune.engines.local import LocalEngine
 from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
 from fctune.tasks.evaluation.results import read_rows
 from fctune.tasks.suite_files import load_suite, read_cases
-from tests.calls.bfcl_wheel import data_dir, needs_wheel
 from tests.conftest import ROOT
 from tests.engines.fault_server import Handler, serve
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir, needs_wheel
 
 KEY = "sk-secret-of-the-user"
 

@@ -19,8 +19,8 @@ from fctune.tasks.judge import judge_answer
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
 from tests.apps.report.browser import needs_chromium, open_page, take_screenshot
-from tests.calls.bfcl_wheel import needs_wheel
 from tests.conftest import ROOT
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import needs_wheel
 
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;\ud800'
 LENIENT = '<tool_call>{"name": "get_weather", "parameters": {"city": "Paris", "unit": "celsius"}}</tool_call>'

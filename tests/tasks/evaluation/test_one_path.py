@@ -28,9 +28,9 @@ from fctune.tasks.evaluation.serving import parse_as_served
 from fctune.tasks.evaluation.summary import summarise_run
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
-from tests.calls.bfcl_wheel import data_dir, needs_wheel
 from tests.conftest import TINY_BASE
 from tests.ranks import run_ranks
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir, needs_wheel
 
 HERMES = FORMATS["hermes"]
 MALFORMED = "<tool_call>{"

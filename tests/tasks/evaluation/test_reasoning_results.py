@@ -28,7 +28,7 @@ from fctune.tasks.suite_files import load_suite
 from fctune.tasks.task import Case, Step, to_results
 from tests.conftest import ROOT
 from tests.engines.fault_server import Handler, serve
-from tests.tasks.evaluation.scripted_engine import Player, run, sample
+from tests.tasks.benchmarks.bfcl.scripted_player import Player, run, sample
 from tests.thinking_templates import HYBRID, write_thinking_model
 
 HERMES = FORMATS["hermes"]

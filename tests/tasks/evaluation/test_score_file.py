@@ -27,7 +27,8 @@ from fctune.tasks.evaluation.score_file import partial_path, score_file
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import read_cases
 from fctune.tasks.task import Case as OwnCase
-from tests.calls.bfcl_wheel import (
+from tests.calls.mutations import mutate, mutate_source, odd_arguments
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import (
     PYTHON_CATEGORIES,
     SOURCE_CATEGORIES,
     Case,
@@ -39,8 +40,7 @@ from tests.calls.bfcl_wheel import (
     official_multi_turn_checker,
     official_served_checker,
 )
-from tests.calls.mutations import mutate, mutate_source, odd_arguments
-from tests.calls.turn_mutations import gold_turns, mutate_turns
+from tests.tasks.benchmarks.bfcl.turn_mutations import gold_turns, mutate_turns
 
 WriteRows = Callable[..., Path]
 

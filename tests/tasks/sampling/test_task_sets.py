@@ -18,7 +18,7 @@ from fctune.tasks.recorded import RecordedTasks
 from fctune.tasks.rollouts import RolloutSettings
 from fctune.tasks.sampling.task_sets import open_dialogue_tasks
 from tests.conftest import TINY_BASE
-from tests.tasks.sampling.recorded_rows import make_row
+from tests.tasks.recorded_rows import make_row
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from typing import Any
 
 from fctune.data.conversation import Call
 from fctune.tasks.task import MultiTurnCase
-from tests.calls.bfcl_wheel import data_dir
-from tests.tasks.evaluation.scripted_engine import Plan
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir
+from tests.tasks.benchmarks.bfcl.scripted_player import Plan
 
 
 def official_convert_to_tool() -> Any:

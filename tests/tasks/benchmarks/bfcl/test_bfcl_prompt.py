@@ -20,8 +20,15 @@ from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
 from fctune.tasks.judge import judge_answer, judge_row
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
-from tests.calls.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel, official_checker, python_cases
-from tests.tasks.evaluation.official_prompt import (
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import (
+    data_dir,
+    gold_calls,
+    load_cases,
+    needs_wheel,
+    official_checker,
+    python_cases,
+)
+from tests.tasks.benchmarks.bfcl.official_prompt import (
     is_same_reading,
     odd_answer,
     official_decode,

@@ -14,8 +14,13 @@ from fctune.data.conversation import Call
 from fctune.tasks.benchmarks.bfcl.cases import MULTI_TURN, SIMULATORS, BfclCase, read_bfcl
 from fctune.tasks.benchmarks.bfcl.checker import BfclVerdict
 from fctune.tasks.benchmarks.bfcl.multi_turn import MAX_TIME_S, check_multi_turn, load_simulators
-from tests.calls.bfcl_wheel import SHARED_DIRECTORIES, data_dir, needs_wheel, official_multi_turn_checker
-from tests.calls.turn_mutations import Turns, gold_turns, mutate_turns
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import (
+    SHARED_DIRECTORIES,
+    data_dir,
+    needs_wheel,
+    official_multi_turn_checker,
+)
+from tests.tasks.benchmarks.bfcl.turn_mutations import Turns, gold_turns, mutate_turns
 
 
 def cases(category: str) -> list[BfclCase]:

@@ -25,9 +25,9 @@ from fctune.tasks.judge import judge_row
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import benchmark_of, load_suite
 from fctune.tasks.task import MultiTurnCase
-from tests.calls.bfcl_wheel import SHARED_DIRECTORIES, data_dir, needs_wheel
 from tests.engines.fault_server import Handler, serve
-from tests.tasks.evaluation.scripted_engine import (
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import SHARED_DIRECTORIES, data_dir, needs_wheel
+from tests.tasks.benchmarks.bfcl.scripted_player import (
     BROKEN,
     HERMES,
     Player,

@@ -16,8 +16,8 @@ from fctune.tasks.benchmarks.bfcl.answer_key import AnswerKey
 from fctune.tasks.benchmarks.bfcl.cases import BfclCase, read_bfcl
 from fctune.tasks.benchmarks.bfcl.checker import CallChecker
 from fctune.tasks.benchmarks.bfcl.single_turn import SingleTurnJudge
-from tests.calls.bfcl_wheel import PYTHON_CATEGORIES, Case, data_dir, gold_calls, needs_wheel
 from tests.calls.mutations import mutate
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import PYTHON_CATEGORIES, Case, data_dir, gold_calls, needs_wheel
 
 FUNCTION = {"name": "f", "parameters": {"type": "dict", "properties": {}, "required": []}}
 

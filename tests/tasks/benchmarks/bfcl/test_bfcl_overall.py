@@ -17,7 +17,7 @@ from fctune.tasks.benchmarks.bfcl.cases import CATEGORIES
 from fctune.tasks.benchmarks.bfcl.overall import AGENTIC, NUM_CASES, WEIGHTS, weigh
 from fctune.tasks.evaluation.summary import Tally
 from fctune.tasks.suite import Measured
-from tests.calls.bfcl_wheel import data_dir, needs_wheel
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir, needs_wheel
 
 RIGHT = Judgement(Outcome("correct", 1, 1), "", (), BenchmarkVerdict(True, ""))
 WRONG = Judgement(Outcome("missed_call", 1, 0), "x", (), BenchmarkVerdict(False, "x"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,12 +17,12 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call
 from fctune.tasks.environments.host import EnvironmentHost, Limits
 from fctune.tasks.environments.tasks import EnvironmentTasks
-from fctune.tasks.episode import EpisodeLimits
+from fctune.tasks.episode import EpisodeLimits, make_seed
 from fctune.tasks.recorded import RecordedTasks
 from fctune.tasks.rollouts import Request, Rollout, RolloutSettings
 from tests.conftest import ROOT, TINY_BASE
-from tests.tasks.sampling.recorded_rows import make_row
-from tests.tasks.sampling.scripted_engine import ScriptedEngine
+from tests.tasks.recorded_rows import make_row
+from tests.tasks.token_engine import ScriptedEngine
 
 LIMITS = EpisodeLimits(max_turns=8, max_new_tokens=200, max_tokens=3000)
 FAULTY = ROOT / "tests" / "tasks" / "environments" / "faulty_environments.py"
@@ -305,3 +307,32 @@ def test_tasks_of_other_settings_have_another_digest(open_tasks: Callable[..., E
     ]
     assert len(set(digests)) == 5
     assert open_tasks("files").digest() == digests[0]
+
+
+ROLLOUT = Rollout(
+    *("case", 3, "no_call", 17, (1, 2), (5, 6, 7), (True, False, True), (-math.pi, 0.0, -1e-300)),
+    is_cut=True,
+    reward=1 / 3,
+    parts={"strict": 0.1 + 0.2},
+    text="a\ud800\n",
+    judging_s=0.5,
+)
+
+
+def test_json_gives_back_an_equal_rollout() -> None:
+    copy = Rollout.from_json(json.loads(json.dumps({"step": 4, **ROLLOUT.to_json()})))
+    assert copy == ROLLOUT
+    assert copy.logprobs == ROLLOUT.logprobs
+    assert copy.judging_s == 0.5
+    assert copy.num_generated == 2
+
+
+def test_flags_and_logprobs_belong_to_ids() -> None:
+    with pytest.raises(AssertionError, match="one flag"):
+        Rollout("case", 0, "all", 0, (1,), (2, 3), (True,), (0.0, 0.0))
+
+
+def test_seeds_of_neighbouring_samples_differ() -> None:
+    seeds = {make_seed(42, case, sample, step) for case in "abc" for sample in range(8) for step in range(8)}
+    assert len(seeds) == 3 * 8 * 8
+    assert make_seed("a", 1) == make_seed("a", 1)

@@ -13,7 +13,8 @@ import pytest
 from fctune.data.conversation import Call
 from fctune.tasks.benchmarks.bfcl.checker import BfclVerdict, CallChecker
 from fctune.tasks.benchmarks.bfcl.source_values import JAVA_TYPES, JAVASCRIPT_TYPES, read_java, read_javascript
-from tests.calls.bfcl_wheel import (
+from tests.calls.mutations import as_source, invented_case, mutate, mutate_source
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import (
     SOURCE_CATEGORIES,
     Case,
     gold_calls,
@@ -22,7 +23,6 @@ from tests.calls.bfcl_wheel import (
     official_checker,
     python_cases,
 )
-from tests.calls.mutations import as_source, invented_case, mutate, mutate_source
 
 # The leaderboard's own answers that its own checker rejects.
 BROKEN_GOLD = {

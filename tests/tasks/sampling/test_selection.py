@@ -19,8 +19,8 @@ from fctune.tasks.judge import judge_answer
 from fctune.tasks.sampling.selection import propose, write_proposals
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
-from tests.calls.bfcl_wheel import needs_wheel
 from tests.conftest import ROOT
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import needs_wheel
 
 SUITES = ROOT / "eval" / "suites"
 WRONG = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'

@@ -16,8 +16,8 @@ from typing import Any, Optional
 from fctune.base.errors import DataError
 from fctune.calls.formats.pythonic import render_python_call
 from fctune.tasks.benchmarks.bfcl.prompt_answers import PYTHON_KEY, TUPLE_KEY, BfclAnswer
-from tests.calls.bfcl_wheel import Case, data_dir, gold_calls
 from tests.calls.mutations import mutate
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import Case, data_dir, gold_calls
 
 _WANTED = (
     "ast_parse",

@@ -9,7 +9,7 @@ import pytest
 
 from fctune.base.errors import ConfigError, DataError
 from fctune.tasks.benchmarks.bfcl.cases import CATEGORIES, MULTI_TURN, RELEVANCE, category_of, read_bfcl
-from tests.calls.bfcl_wheel import data_dir, needs_wheel
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir, needs_wheel
 
 
 @needs_wheel

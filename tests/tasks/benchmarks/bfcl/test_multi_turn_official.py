@@ -10,9 +10,9 @@ import pytest
 from fctune.data.conversation import Conversation
 from fctune.engines.server import to_messages
 from fctune.tasks.benchmarks.bfcl.cases import MULTI_TURN
-from tests.calls.bfcl_wheel import needs_wheel, official_multi_turn_checker
-from tests.tasks.evaluation.official_loop import OfficialHandler, official_loop
-from tests.tasks.evaluation.scripted_engine import Player, run, sample, stray_plan
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import needs_wheel, official_multi_turn_checker
+from tests.tasks.benchmarks.bfcl.official_loop import OfficialHandler, official_loop
+from tests.tasks.benchmarks.bfcl.scripted_player import Player, run, sample, stray_plan
 
 pytestmark = needs_wheel
 
