@@ -28,6 +28,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.engines.decoding import AnswerDecoder
 from fctune.engines.engine import Answer, AnswerTokens, Prompt
 from fctune.engines.http_client import HttpClient, RequestError, RetryPolicy
+from fctune.engines.server import require_equal_ids
 from fctune.engines.server_answers import TokenLimits, count_vocabulary, read_completion, read_models, read_token_ids
 
 _PROBE = 'Where is "Köln", 12.50 °C?\n\t{"city": [1, true]} <|x|> 北京 🎉'
@@ -363,11 +364,7 @@ class PolicyServer:
                 f"{self.url}: does not return token ids of a text ({error}). Serve the model with vLLM."
             ) from None
         own = self._template.tokenizer.encode(_PROBE, add_special_tokens=False)
-        if own != sent:
-            raise ConfigError(
-                f"{self.url}: {self._base} has a different tokenizer from {self._template.model_dir}: the same text "
-                f"has {len(sent)} token ids there and {len(own)} here. Serve the model in training."
-            )
+        require_equal_ids(f"{self.url}: {self._base}", self._template, "tokenizer", "text", own, sent)
 
 
 def _list(models: Sequence[dict[str, Any]]) -> str:

@@ -166,14 +166,8 @@ class ServerEngine:
         (answer,) = self.answer([Prompt(_PROBE, 1)])
         if answer.tokens is None:
             raise ConfigError(f"{self.url}: sends no token ids ({answer.error}). Serve the model with vLLM.")
-        own, sent = template.encode_prompt(_PROBE), answer.tokens.prompt_ids
-        if tuple(own) != sent:
-            position = next(i for i, (a, b) in enumerate(zip_longest(own, sent)) if a != b)
-            raise ConfigError(
-                f"{self.url}: {self.model} has a different tokenizer or chat template from {template.model_dir}: the "
-                f"same prompt has {len(sent):,} token ids there and {len(own):,} here, which differ from number "
-                f"{position} on. Serve the model that is trained."
-            )
+        own, name = template.encode_prompt(_PROBE), f"{self.url}: {self.model}"
+        require_equal_ids(name, template, "tokenizer or chat template", "prompt", own, answer.tokens.prompt_ids)
 
     def _find_model(self, model: str | None) -> str:
         try:
@@ -230,6 +224,30 @@ class ServerEngine:
         if switches := {**self._template_args, **conversation.template_args}:
             body["chat_template_kwargs"] = switches
         return {**body, **self._request}
+
+
+def require_equal_ids(
+    name: str, template: ChatTemplate, what: str, probe: str, own: Sequence[int], sent: Sequence[int]
+) -> None:
+    """Check that a server encodes a probe as the model that is trained does.
+
+    Args:
+        name: The server and its model, for the message.
+        template: The model's tokenizer and chat template.
+        what: Name of what would differ.
+        probe: Name of what was encoded.
+        own: Token ids by the template's tokenizer.
+        sent: Token ids by the server.
+
+    Raises:
+        ConfigError: The ids differ.
+    """
+    if list(own) != list(sent):
+        position = next(i for i, (a, b) in enumerate(zip_longest(own, sent)) if a != b)
+        raise ConfigError(
+            f"{name} has a different {what} from {template.model_dir}: the same {probe} has {len(sent):,} token ids "
+            f"there and {len(own):,} here, which differ from number {position} on. Serve the model that is trained."
+        )
 
 
 def to_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
