@@ -40,6 +40,7 @@ class Suite:
         release: The package and version that the cases come from, such as ``bfcl-eval 2026.3.23``; None if unknown.
         call_format: The format in which the prompts themselves ask for calls; None: the model's own.
         weigh: Weighs the categories of a benchmark; None: they have no overall number.
+        any_call: Categories in which any call will do, so that nothing is known of its name and its arguments.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Suite:
     release: str | None = None
     call_format: CallFormat | None = None
     weigh: Weigh | None = None
+    any_call: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self._by_id: dict[str, AnyCase] = {case.id: case for case in self.all_cases}

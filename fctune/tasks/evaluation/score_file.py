@@ -306,7 +306,7 @@ class _Count:
 
     def __init__(self, suite: Suite) -> None:
         self._suite = suite
-        self._tally = Tally(suite.benchmark is None, suite.weigh)
+        self._tally = Tally(suite)
         self._ids: Counter[str] = Counter()
         self._unknown: Counter[str] = Counter()
         self._not_judged: dict[str, str] = {}

@@ -9,9 +9,9 @@ from typing import Any
 from fctune.calls.judge import Judgement, Outcome
 from fctune.calls.metrics import rate, score_outcomes
 from fctune.tasks.judge import Row, judge_row
-from fctune.tasks.suite import Measured, Suite, Weigh
+from fctune.tasks.suite import Measured, Suite
 
-# In live_relevance any call will do: nothing is known of its name, its arguments or the number of calls.
+# Rates of categories in which any call will do.
 _RATES_OF_ANY_CALL = ("accuracy", "well_formed", "missed_call", "schema_valid")
 
 # Outcome and validity of the strict reading, and of the lenient one if it differs.
@@ -21,13 +21,14 @@ _Judged = tuple[Outcome, bool, tuple[Outcome, bool] | None]
 class Tally:
     """Counts judged answers and computes their rates; the one summary of every command.
 
+    Rates over all categories, as ``all``, are left out for a benchmark, whose categories must not be added up.
+
     Args:
-        has_total: Also compute rates over all categories, as ``all``; a benchmark's must not be added up.
-        weigh: Weighs the categories of a benchmark, if the cases belong to one.
+        suite: The suite that is answered.
     """
 
-    def __init__(self, has_total: bool, weigh: Weigh | None = None) -> None:
-        self._has_total, self._weigh = has_total, weigh
+    def __init__(self, suite: Suite) -> None:
+        self._has_total, self._weigh, self._any_call = suite.benchmark is None, suite.weigh, suite.any_call
         self._has_benchmark = False
         # Counts by category of equal judgements: in a large file most are equal, and counting takes most time.
         self._counts: dict[str, Counter[_Judged]] = defaultdict(Counter)
@@ -81,15 +82,15 @@ class Tally:
         scores = score_outcomes(outcomes)
         for name, category in scores.items():
             category["rates"]["accuracy"] = rate(valid[name], category["n"])
-        if "live_relevance" in scores:
-            rates = scores["live_relevance"]["rates"]
-            scores["live_relevance"]["rates"] = {name: rates[name] for name in _RATES_OF_ANY_CALL}
+        for name in self._any_call & scores.keys():
+            rates = scores[name]["rates"]
+            scores[name]["rates"] = {rate_name: rates[rate_name] for rate_name in _RATES_OF_ANY_CALL}
         return scores
 
 
 def tally_judgements(suite: Suite, judged: Iterable[tuple[str, Judgement, Judgement]]) -> Tally:
     """Count ``(category, strict, lenient)`` of a suite's answers."""
-    tally = Tally(suite.benchmark is None, suite.weigh)
+    tally = Tally(suite)
     for category, strict, lenient in judged:
         tally.add(category, strict, lenient)
     return tally

@@ -60,6 +60,7 @@ class BfclSuite(Suite):
             release=find_release(data_dir),
             call_format=BfclAnswer() if mode == "prompt" else None,
             weigh=weigh,
+            any_call=frozenset({"live_relevance"}),
         )
         self._mode = mode
         self._data_dir = Path(data_dir)

@@ -16,7 +16,7 @@ from fctune.tasks.benchmarks import find_benchmarks
 from fctune.tasks.benchmarks.bfcl.cases import CATEGORIES
 from fctune.tasks.benchmarks.bfcl.overall import AGENTIC, NUM_CASES, WEIGHTS, weigh
 from fctune.tasks.evaluation.summary import Tally
-from fctune.tasks.suite import Measured
+from fctune.tasks.suite import Measured, Suite
 from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir, needs_wheel
 
 RIGHT = Judgement(Outcome("correct", 1, 1), "", (), BenchmarkVerdict(True, ""))
@@ -94,7 +94,8 @@ def test_what_is_not_measured_counts_as_nothing_and_is_named() -> None:
 
 
 def test_a_summary_of_the_benchmarks_cases_has_its_overall_number() -> None:
-    tally = Tally(has_total=False, benchmark=find_benchmarks()["bfcl"])
+    benchmark = find_benchmarks()["bfcl"]
+    tally = Tally(Suite(benchmark.name, (), benchmark.title, weigh=benchmark.weigh))
     for judged in [RIGHT] * 3 + [WRONG]:
         tally.add("simple_python", judged, judged)
     found = tally.summarise()["leaderboard"]
@@ -105,7 +106,7 @@ def test_a_summary_of_the_benchmarks_cases_has_its_overall_number() -> None:
 
 
 def test_other_cases_have_no_overall_number() -> None:
-    tally = Tally(has_total=True)
+    tally = Tally(Suite("own", ()))
     judged = RIGHT._replace(benchmark=None)
     tally.add("simple_python", judged, judged)
     assert "leaderboard" not in tally.summarise()
