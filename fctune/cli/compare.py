@@ -23,8 +23,9 @@ from fctune.cli.tables import format_gaps, format_rate, make_console, make_reaso
 from fctune.tasks.benchmarks import Benchmark, find_benchmark_of_rows
 from fctune.tasks.evaluation.paired import Comparison, compare_rows
 from fctune.tasks.evaluation.published import is_published, read_published
-from fctune.tasks.evaluation.results import Row, read_rows, read_settings
+from fctune.tasks.evaluation.results import read_rows, read_settings
 from fctune.tasks.evaluation.summary import summarise_reasoning
+from fctune.tasks.judge import Row
 from fctune.tasks.suite import Measured
 
 

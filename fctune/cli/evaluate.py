@@ -44,8 +44,9 @@ from fctune.engines.engine import Engine, Sampling
 from fctune.engines.http_client import RetryPolicy
 from fctune.engines.model_files import ModelFiles, is_server
 from fctune.tasks.evaluation.held_out import find_leaks
-from fctune.tasks.evaluation.results import ResultsFile, Row
+from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.evaluation.summary import summarise_run
+from fctune.tasks.judge import Row
 from fctune.tasks.sampling.selection import write_proposals
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import benchmark_of, load_suite

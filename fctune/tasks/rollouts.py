@@ -211,9 +211,9 @@ class EpisodeTasks(ABC):
                 parts = {**self.score(episode), "random": control}
             except TaskError as error:
                 episode.fail(str(error))
-        tokens, error = episode.tokens, episode.error
-        if error is not None or tokens is None:
-            error = " ".join((error or "").split())[:400]
+        tokens, reason = episode.tokens, episode.error
+        if reason is not None or tokens is None:
+            reason = " ".join((reason or "").split())[:400]
             tokens, parts = EpisodeTokens(()), {}
         return Rollout(
             episode.task.id,
@@ -224,11 +224,11 @@ class EpisodeTasks(ABC):
             tuple(tokens.ids),
             tuple(tokens.is_generated),
             tuple(tokens.logprobs),
-            episode.is_cut,
+            episode.is_cut and reason is None,
             weigh_parts(parts, self._weights) if parts else 0.0,
             parts,
-            "\n".join(episode.transcript) if error is None else "",
-            error,
+            "\n".join(episode.transcript) if reason is None else "",
+            reason,
             judging_s=time.perf_counter() - start,
             rejected=episode.rejected,
         )

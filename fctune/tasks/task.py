@@ -73,7 +73,8 @@ class Step:
         """What the model says, as a message holds it: all of its text but the reasoning if a call is malformed."""
         answer = self.answer
         text = answer.reasoning.blank(answer.text).strip() if answer.reasoning is not None else answer.text
-        return to_encodable(text if self.parsed.malformed else self.parsed.prose)
+        content: str = to_encodable(text if self.parsed.malformed else self.parsed.prose)
+        return content
 
     def to_message(self) -> Message:
         """Return the answer as a message of the conversation."""
