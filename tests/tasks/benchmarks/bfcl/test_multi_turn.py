@@ -360,7 +360,7 @@ def test_whatever_a_model_writes_the_next_prompt_can_be_written(name: str, tmp_p
 def test_a_conversation_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     """Two conversations of one case with different calls, interleaved step by step."""
     case = next(case for case in load_multi_turn_suite().multi_turn if case.id == "multi_turn_base_0")
-    first, second = case.start(), case.start()
+    first, second = case.open_tools(), case.open_tools()
     assert "'temp'" not in first.play([Call("cd", {"folder": "document"}), Call("mkdir", {"dir_name": "temp"})])[1]
     assert second.play([Call("pwd", {})]) != first.play([Call("pwd", {})])
     assert "temp" not in second.play([Call("find", {})])[0]
