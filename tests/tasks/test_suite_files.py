@@ -202,7 +202,7 @@ def test_an_unknown_category_is_reported(names: list[str], words: str, tmp_path:
 
 
 WriteRows = Callable[..., Path]
-QUESTION: dict[str, Any] = {
+OWN_ROW: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Weather?"}],
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
 }
@@ -214,9 +214,9 @@ def test_expected_calls_are_a_field_of_their_own_or_the_last_message(write_rows:
     first, second, third = read_cases(
         write_rows(
             [
-                {**QUESTION, "expected_calls": [CALL], "id": "x", "kind": "single"},
-                {**QUESTION, "messages": [*QUESTION["messages"], answer], "id": 7},
-                {**QUESTION, "expected_calls": [], "id": None},
+                {**OWN_ROW, "expected_calls": [CALL], "id": "x", "kind": "single"},
+                {**OWN_ROW, "messages": [*OWN_ROW["messages"], answer], "id": 7},
+                {**OWN_ROW, "expected_calls": [], "id": None},
             ]
         )
     )
@@ -233,18 +233,18 @@ def test_expected_calls_are_a_field_of_their_own_or_the_last_message(write_rows:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (QUESTION, "no expected_calls"),
-        ({**QUESTION, "expected_calls": {}}, "expected a list of calls, got dict"),
-        ({**QUESTION, "expected_calls": [{"name": "g", "arguments": {}}]}, "which is not on offer (tools: f)"),
-        ({"messages": QUESTION["messages"], "expected_calls": [CALL]}, "calls f, but the row has no tools"),
-        ({**QUESTION, "expected_calls": [{"arguments": {}}]}, "function.name"),
-        ({**QUESTION, "expected_calls": [{"name": "f"}]}, "arguments"),
+        (OWN_ROW, "no expected_calls"),
+        ({**OWN_ROW, "expected_calls": {}}, "expected a list of calls, got dict"),
+        ({**OWN_ROW, "expected_calls": [{"name": "g", "arguments": {}}]}, "which is not on offer (tools: f)"),
+        ({"messages": OWN_ROW["messages"], "expected_calls": [CALL]}, "calls f, but the row has no tools"),
+        ({**OWN_ROW, "expected_calls": [{"arguments": {}}]}, "function.name"),
+        ({**OWN_ROW, "expected_calls": [{"name": "f"}]}, "arguments"),
         ({"expected_calls": []}, "expected an object with messages"),
         ([], "expected an object with messages"),
     ],
 )
 def test_an_invalid_case_is_reported_with_its_line(write_rows: WriteRows, row: Any, words: str) -> None:
-    path = write_rows([{**QUESTION, "expected_calls": []}, row])
+    path = write_rows([{**OWN_ROW, "expected_calls": []}, row])
     with pytest.raises(DataError) as error:
         read_cases(path)
     assert f"{path}:2: " in str(error.value)
@@ -252,7 +252,7 @@ def test_an_invalid_case_is_reported_with_its_line(write_rows: WriteRows, row: A
 
 
 def test_ids_must_be_unique(write_rows: WriteRows) -> None:
-    row = {**QUESTION, "expected_calls": [], "id": "x"}
+    row = {**OWN_ROW, "expected_calls": [], "id": "x"}
     with pytest.raises(DataError, match="2 cases have the id 'x'"):
         read_cases(write_rows([row, row]))
 
