@@ -12,7 +12,7 @@ from typing import Any
 from fctune.apps.report.page import Cell, Page, Tone, draw_interval, escape, make_count_tile, make_table
 from fctune.calls.judge import ERROR_KINDS
 from fctune.config.intervals import format_count
-from fctune.tasks.evaluation.judging import is_valid
+from fctune.tasks.judge import is_valid
 
 _MAX_CASES = 1_000
 _MAX_CHARACTERS = 4_000

@@ -11,11 +11,12 @@ from typing import Any
 from fctune.apps.report.eval_page import FACETS, format_bounds, make_case
 from fctune.apps.report.page import Cell, Page, Tone, draw_interval, make_count_tile, make_table
 from fctune.config.intervals import format_count
-from fctune.tasks.evaluation.cases import Case, Suite
-from fctune.tasks.evaluation.judging import is_valid, to_plain_calls
-from fctune.tasks.sampling.rewards import REWARD_PARTS
+from fctune.tasks.judge import is_valid, to_plain_calls
+from fctune.tasks.rewards import REWARD_PARTS
 from fctune.tasks.sampling.run import count_right, name_share
 from fctune.tasks.sampling.selection import group_by_case
+from fctune.tasks.suite import Suite
+from fctune.tasks.task import Case
 
 _MAX_CASES = 1_000
 _SHARES = ("always", "sometimes", "never", "unanswered")

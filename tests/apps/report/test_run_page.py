@@ -24,9 +24,9 @@ from fctune.runs.prices import Price, Prices, read_prices
 from fctune.runs.record import read_run
 from fctune.runs.results import find_accuracies
 from fctune.runs.success import judge_run
-from fctune.tasks.evaluation.cases import Suite
 from fctune.tasks.evaluation.paired import compare_rows
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 from fctune.training.run_directory import RunDirectory
 from tests.apps.report.browser import BINARY, needs_chromium, open_page, take_screenshot
 from tests.conftest import ROOT
