@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from fctune.config.schema import RunConfig
-from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import Architecture, Block, ExpertShape, LinearShape
 from fctune.models.block_kinds import repeats_skipped
 from fctune.models.causal_lm import CausalLM
@@ -73,7 +72,8 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
         width: Bytes per element in the compute dtype.
     """
     d, adapter, block = a.embed_dim, config.adapter, a.largest_block
-    adapted = find_adapted(a, block.linears, adapter)
+    names = find_adapted_names(a, config)
+    adapted = find_adapted(block.linears, names)
     keeping = block.linears if adapter is None else adapted
     mlps = [branch for branch in block.branches if not branch.is_attention]
     small = 4 * a.num_heads + 2 * 4
@@ -86,7 +86,7 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     rank, is_copied = (adapter.rank if adapter is not None else 0), width < 4
     copies = rank * width * sum(linear.out_dim for linear in adapted) if is_copied else 0
     # The A matrices of the linears that share an input are stacked.
-    inputs = find_adapter_inputs(a, block, adapter)
+    inputs = find_adapter_inputs(block, names)
     copies += sum(rank * width * one.in_dim * one.num_adapters for one in inputs if is_copied or one.num_adapters > 1)
     kept = 2 * d + mixed + inner
     masks = 0
@@ -106,7 +106,7 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
         kept += sum(branch.output.in_dim for branch in mlps if branch.output in keeping)
     if adapter is not None and adapter.dora:
         kept += d + sum(linear.out_dim for linear in adapted)
-    experts, experts_temporary = _count_experts(a, block, config)
+    experts, experts_temporary = _count_experts(a, block, config, names)
     kept += experts
     everything = kept * width + masks + small
     # SwiGLU's backward: the incoming gradient and those of both branches; its output has been released by then.
@@ -123,15 +123,19 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     if not a.has_plain_blocks and not config.compile and (traced := trace_blocks(a, config, width)) is not None:
         everything, copies = math.ceil(traced.per_token), math.ceil(traced.constant)
     # Policy op keeps no outputs of experts' products.
-    operators = d + d + _every_second_product(a, block, config)
+    operators = d + d + _every_second_product(block, config, names)
     dequantized = (largest.in_dim + largest.out_dim) * width
     return BlockActivations(everything, copies, operators * width + small, d * width, temporary, dequantized, constant)
 
 
-def find_adapted(a: Architecture, weights: Sequence[Shape], adapter: AdapterConfig | None) -> list[Shape]:
+def find_adapted_names(a: Architecture, config: RunConfig) -> frozenset[str]:
+    """Return the names of the linears and experts that get adapters in a run."""
+    return frozenset() if config.adapter is None else frozenset(a.resolve_adapter_modules(config.adapter.modules))
+
+
+def find_adapted(weights: Sequence[Shape], names: Set[str]) -> list[Shape]:
     """Return those of a block's linears, or of its experts' weights, that get adapters."""
-    chosen = () if adapter is None else a.resolve_adapter_modules(adapter.modules)
-    return [weight for weight in weights if weight.name in chosen]
+    return [weight for weight in weights if weight.name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +146,17 @@ class AdapterInput:
     num_adapters: int
 
 
-def find_adapter_inputs(a: Architecture, block: Block, adapter: AdapterConfig | None) -> list[AdapterInput]:
+def find_adapter_inputs(block: Block, names: Set[str]) -> list[AdapterInput]:
     """Return the inputs of a block's adapters; the linears before the mixing of a branch share theirs."""
     inputs: list[AdapterInput] = []
     for branch in block.branches:
-        sizes = Counter(linear.in_dim for linear in find_adapted(a, branch.inputs, adapter))
+        sizes = Counter(linear.in_dim for linear in find_adapted(branch.inputs, names))
         inputs += [AdapterInput(in_dim, count) for in_dim, count in sizes.items()]
-        inputs += [AdapterInput(linear.in_dim, 1) for linear in find_adapted(a, (branch.output,), adapter)]
+        inputs += [AdapterInput(linear.in_dim, 1) for linear in find_adapted((branch.output,), names)]
     return inputs
 
 
-def _count_experts(a: Architecture, block: Block, config: RunConfig) -> tuple[int, int]:
+def _count_experts(a: Architecture, block: Block, config: RunConfig, names: Set[str]) -> tuple[int, int]:
     """Count the elements per token that the experts of a block keep, and those that their backward needs in addition.
 
     Each token's row is copied for each expert that it has chosen. A product whose weight trains, or has an adapter,
@@ -161,7 +165,7 @@ def _count_experts(a: Architecture, block: Block, config: RunConfig) -> tuple[in
     """
     if not block.experts:
         return 0, 0
-    adapter, adapted = config.adapter, find_adapted(a, block.experts, config.adapter)
+    adapter, adapted = config.adapter, find_adapted(block.experts, names)
     first, *_, last = block.experts
     kept = first.num_chosen * (first.out_dim + last.out_dim)
     for expert in block.experts:
@@ -170,7 +174,7 @@ def _count_experts(a: Architecture, block: Block, config: RunConfig) -> tuple[in
     return kept, first.num_chosen * (2 * first.out_dim + last.in_dim + 2 * a.embed_dim)
 
 
-def _every_second_product(a: Architecture, block: Block, config: RunConfig) -> int:
+def _every_second_product(block: Block, config: RunConfig, names: Set[str]) -> int:
     """Return the elements per token of every second matrix product of a block, which policy op keeps.
 
     Of the linears that share an input, the first one's base comes first, then the product with all A matrices.
@@ -178,10 +182,10 @@ def _every_second_product(a: Architecture, block: Block, config: RunConfig) -> i
     outputs: list[int] = []
     for branch in block.branches:
         for readers in (branch.inputs, (branch.output,)):
-            stacked = config.adapter.rank * len(find_adapted(a, readers, config.adapter)) if config.adapter else 0
+            stacked = config.adapter.rank * len(find_adapted(readers, names)) if config.adapter else 0
             for linear in readers:
                 outputs.append(linear.out_dim)
-                if find_adapted(a, (linear,), config.adapter):
+                if linear.name in names:
                     outputs += [stacked, linear.out_dim] if stacked else [linear.out_dim]
                     stacked = 0
     return sum(outputs[1::2])

@@ -62,7 +62,7 @@ class Setting:
     fraction: float  # share of the blocks that are checkpointed
     micro_batch_size: int
     accumulation: int = 1  # micro-batches per step
-    max_logits: int | None = None  # computed at once; None: those of the memory model
+    max_logits: int | None = None  # computed at once; None: the default
 
     @property
     def world_size(self) -> int:
@@ -189,7 +189,6 @@ class MemoryModel:
         config: Config of the run.
         device_bytes: Memory of one GPU; None if unknown.
         supervised_share: Share of a micro-batch's positions at which logits are computed.
-        max_logits: Logits computed at once; other trainers compute all of them at once.
         is_cuda: Count CUDA's context, NCCL's buffers and fragmentation too.
         process_bytes: Memory of the process before the model is built, if it is the device's memory, too.
     """
@@ -200,14 +199,13 @@ class MemoryModel:
         config: RunConfig,
         device_bytes: int | None,
         supervised_share: float = 1.0,
-        max_logits: float = MAX_LOGITS,
         is_cuda: bool = True,
         process_bytes: int = 0,
     ):
         self.is_cuda, self.process_bytes = is_cuda, process_bytes
         self.precision: PrecisionPolicy = model.precision
         self.config, self.device_bytes = config, device_bytes
-        self.supervised_share, self.max_logits = supervised_share, max_logits
+        self.supervised_share = supervised_share
         self.architecture = model.architecture
         num_parts = config.parallel.expert
         spread = find_expert_parameters(model) if num_parts > 1 else set()
@@ -504,11 +502,10 @@ class _Timeline:
 
     def _chunk_elements(self, num_rows: int) -> int:
         """Return the number of logits computed at once for ``num_rows`` positions (see ``fctune.models.loss``)."""
-        vocab, chosen = self.memory.architecture.vocab_size, self.setting.max_logits
-        most = self.memory.max_logits if chosen is None else chosen
+        vocab, most = self.memory.architecture.vocab_size, self.setting.max_logits or MAX_LOGITS
         if num_rows * vocab <= most:
             return num_rows * vocab
-        return min(num_rows, chunk_rows(vocab, int(most))) * vocab
+        return min(num_rows, chunk_rows(vocab, most)) * vocab
 
     def _logit_bytes(self) -> int:
         """Return the bytes that each logit of a chunk takes at most.
@@ -517,7 +514,7 @@ class _Timeline:
         under a frozen one the logits, their log-softmax in float32, which becomes its gradient in place, and a copy of
         either in the other's dtype.
         """
-        if self.memory.trains_head or math.isinf(self.memory.max_logits):
+        if self.memory.trains_head:
             return 12
         return self.width + 4 + (0 if self.width == 4 else self.width if self.memory.is_cuda else 4)
 

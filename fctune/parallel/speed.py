@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, fields
 
 from fctune.base.gpus import Gpu
@@ -18,7 +19,8 @@ from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import Architecture, Block
 from fctune.models.frozen_linear import NF4_BYTES_PER_WEIGHT
-from fctune.parallel.block_memory import find_adapted, find_adapter_inputs
+from fctune.models.loss import MAX_LOGITS
+from fctune.parallel.block_memory import find_adapted, find_adapted_names, find_adapter_inputs
 from fctune.parallel.memory import MemoryModel, Setting
 from fctune.parallel.storage import HOST_GB_S
 
@@ -149,7 +151,7 @@ def count_flops(
     fraction: float,
     supervised_share: float,
     pairs_per_token: float,
-    max_logits: float | None = None,
+    max_logits: int | None = None,
     micro_batch_size: int | None = None,
 ) -> Flops:
     """Count the FLOPs per token: 2N forward, 2N for input gradients, 2N for gradients of trained weights.
@@ -166,26 +168,24 @@ def count_flops(
         fraction: Share of the blocks that are checkpointed.
         supervised_share: Share of the positions that are supervised.
         pairs_per_token: Average number of tokens that a token attends to.
-        max_logits: Logits computed in one chunk; None takes the memory model's.
+        max_logits: Logits computed in one chunk; None takes the default.
         micro_batch_size: Packs per micro-batch; None takes the config's.
     """
     a, config = memory.architecture, memory.config
     adapter = config.adapter
     base = added = recomputed_products = 0
-    is_by_operator = config.activation_checkpointing.policy == "op"
+    names, is_by_operator = find_adapted_names(a, config), config.activation_checkpointing.policy == "op"
     for block, count in Counter(a.blocks).items():
-        adapted = find_adapted(a, block.linears, adapter)
         outputs: list[int] = []
         for linear in block.linears:
             outputs.append(linear.in_dim * linear.out_dim)
-            if adapter is not None and linear in adapted:
+            if adapter is not None and linear.name in names:
                 outputs += [adapter.rank * linear.in_dim, adapter.rank * linear.out_dim]
         last = block.linears[-1]
         skipped = last.in_dim * last.out_dim if adapter is None or config.compile else 0
-        chosen = find_adapted(a, block.experts, adapter)
         for expert in block.experts:
             outputs.append(expert.num_active_weights)
-            if adapter is not None and expert in chosen:
+            if adapter is not None and expert.name in names:
                 outputs += [size * expert.num_chosen * adapter.rank for size in (expert.in_dim, expert.out_dim)]
         base += count * block.num_active_weights
         added += count * (sum(outputs) - block.num_active_weights)
@@ -200,10 +200,10 @@ def count_flops(
     if memory.has_reference:
         reference, head_cost = 2 * base + 4 * pair, head_cost + 2
     head_adapter = 0
-    if adapter is not None and a.head in a.resolve_adapter_modules(adapter.modules):
+    if adapter is not None and a.head in names:
         head_adapter = 6 * adapter.rank * (a.vocab_size + a.embed_dim)
     positions = (micro_batch_size or config.micro_batch_size) * config.data.seq_len * supervised_share
-    if memory.trains_head and positions * a.vocab_size > (memory.max_logits if max_logits is None else max_logits):
+    if memory.trains_head and positions * a.vocab_size > (max_logits or MAX_LOGITS):
         head_cost += 2
     head_total = supervised_share * (head_cost * head + head_adapter)
     return Flops(products, recomputed, 14 * pair, head_total, reference)
@@ -226,11 +226,13 @@ def count_block_bytes(a: Architecture, block: Block, config: RunConfig, width: i
     adapter = config.adapter
     if adapter is None:
         return BytesMoved(0, 0), plain
-    inputs = sum(read.in_dim for read in find_adapter_inputs(a, block, adapter))
-    outputs = sum(linear.out_dim for linear in find_adapted(a, block.linears, adapter))
+    names = find_adapted_names(a, config)
+    inputs = sum(read.in_dim for read in find_adapter_inputs(block, names))
+    outputs = sum(linear.out_dim for linear in find_adapted(block.linears, names))
     thin = BytesMoved((inputs + outputs) * width, 2 * (inputs + outputs) * width)
-    count = _count_fused_adapter_bytes if config.compile else _count_eager_adapter_bytes
-    return thin, plain.plus(count(a, block, adapter, inputs, outputs, width))
+    if not config.compile:
+        return thin, plain.plus(_count_eager_adapter_bytes(adapter, inputs, outputs, width))
+    return thin, plain.plus(_count_fused_adapter_bytes(block, names, adapter, inputs, outputs, width))
 
 
 def _count_plain_bytes(a: Architecture, block: Block, is_fused: bool, width: int) -> BytesMoved:
@@ -256,7 +258,7 @@ def _count_plain_bytes(a: Architecture, block: Block, is_fused: bool, width: int
 
 
 def _count_fused_adapter_bytes(
-    a: Architecture, block: Block, adapter: AdapterConfig, inputs: int, outputs: int, width: int
+    block: Block, names: Set[str], adapter: AdapterConfig, inputs: int, outputs: int, width: int
 ) -> BytesMoved:
     """Count what compiled kernels around adapters' products move, per token.
 
@@ -267,15 +269,13 @@ def _count_fused_adapter_bytes(
     kept = again = 0
     for branch in block.branches:
         if not branch.is_attention:
-            kept += sum(linear.out_dim for linear in find_adapted(a, branch.inputs, adapter))
-            again += sum(linear.in_dim for linear in find_adapted(a, (branch.output,), adapter))
+            kept += sum(linear.out_dim for linear in find_adapted(branch.inputs, names))
+            again += sum(linear.in_dim for linear in find_adapted((branch.output,), names))
     dropped, scaled = (inputs if adapter.dropout else 0), (outputs if adapter.dora else 0)
     return BytesMoved((outputs + kept + dropped + scaled) * width, (inputs + again + 3 * scaled) * width)
 
 
-def _count_eager_adapter_bytes(
-    a: Architecture, block: Block, adapter: AdapterConfig, inputs: int, outputs: int, width: int
-) -> BytesMoved:
+def _count_eager_adapter_bytes(adapter: AdapterConfig, inputs: int, outputs: int, width: int) -> BytesMoved:
     """Count what eager operators around adapters' products move, per token.
 
     ``addmm`` copies the base's output and adds to it; gradients of an input are added. Dropout hashes 32-bit keys and
