@@ -9,6 +9,7 @@ import bisect
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -235,6 +236,12 @@ def read_run(path: str | Path) -> RunRecord:
     record = RunRecord(path, MetricsFile(path / "metrics.jsonl"))
     record.update()
     return record
+
+
+def find_files_of_run(run: Path, patterns: Sequence[str]) -> list[Path]:
+    """Return the files in a run's directory and in its parent that match one of the patterns, oldest first."""
+    found = (path for folder in (run, run.parent) for pattern in patterns for path in folder.glob(pattern))
+    return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
 def _read_object(path: Path, schema: dict[str, Any]) -> dict[str, Any] | None:

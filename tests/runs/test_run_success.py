@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fctune.apps.report.page import Page
 from fctune.apps.report.run_sections import add_success
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.success import SuccessConfig
+from fctune.pages.page import Page
 from fctune.runs.record import read_run
 from fctune.runs.success import Criterion, is_success, judge_run
 from tests.runs.sample_runs import change_run, make_run, make_steps, write_steps

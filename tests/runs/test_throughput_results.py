@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fctune.runs.record import read_run
-from fctune.runs.results import find_throughput
-from fctune.runs.success import judge_run
+from fctune.runs.success import find_throughput, judge_run
 from tests.runs.sample_runs import change_run, make_run
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from fctune.apps.report.page import Chart, Page, Series, Tone, escape, make_count_tile, make_table
 from fctune.config.intervals import choose_noun, format_count
 from fctune.data.check import CLASSES, Report
 from fctune.data.check.report import Finding, Lengths, Repeat
 from fctune.data.sources import NOTE_KINDS
+from fctune.pages.page import Chart, Page, Series, Tone, escape, make_count_tile, make_table
 
 _NUM_TOOLS = 15
 

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fctune.apps.report.page import Cell, Page, Tone, draw_interval, escape, make_count_tile, make_table
 from fctune.calls.judge import ERROR_KINDS
 from fctune.config.intervals import format_count
+from fctune.pages.page import Cell, Page, Tone, draw_interval, escape, make_count_tile, make_table
+from fctune.pages.run_text import format_bounds
 from fctune.tasks.evaluation.judging import is_valid
 
 _MAX_CASES = 1_000
@@ -229,11 +230,6 @@ def _reasoning_parts(row: Row) -> list[dict[str, str]]:
     notes += [] if all(reasoning["is_closed"] for reasoning in found) else ["never closed"]
     heading = f"Reasoning ({', '.join(notes)})" if notes else "Reasoning"
     return [_part(heading, "\n\n".join(reasoning["text"] for reasoning in found), "folded")]
-
-
-def format_bounds(rate: Mapping[str, Any]) -> str:
-    """Format the interval of a rate, such as ``30.1% - 95.4%``."""
-    return f"{rate['low']:.1%} - {rate['high']:.1%}"
 
 
 def _part(heading: str, text: str, kind: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.report.page import Page, make_table
+from fctune.pages.page import Page, make_table
 from fctune.runs.record import RunRecord
 
 _NUM_STEPS = 6  # of which answers are shown

@@ -6,9 +6,7 @@ import os
 import textwrap
 from collections.abc import Sequence
 
-from fctune.apps.report.page import Page, Tone, escape, make_count_tile, make_table
 from fctune.apps.report.rollout_sections import add_rollouts
-from fctune.apps.report.run_charts import add_run_charts
 from fctune.apps.report.run_sections import (
     add_accuracy,
     add_data,
@@ -18,7 +16,10 @@ from fctune.apps.report.run_sections import (
     add_success,
     add_time,
 )
-from fctune.apps.report.run_text import (
+from fctune.config.intervals import format_count
+from fctune.pages.page import Page, Tone, escape, make_count_tile, make_table
+from fctune.pages.run_charts import add_run_charts
+from fctune.pages.run_text import (
     ABSENT,
     describe_outcome,
     exit_reason,
@@ -28,11 +29,10 @@ from fctune.apps.report.run_text import (
     format_seconds,
     format_value,
 )
-from fctune.config.intervals import format_count
 from fctune.runs.figures import FINAL_STEPS, Figures, Pricing, describe_run, flatten_config
 from fctune.runs.record import RunRecord
-from fctune.runs.results import Accuracy
 from fctune.runs.success import Criterion
+from fctune.tasks.evaluation.accuracy import Accuracy
 from fctune.tasks.evaluation.published import Published
 
 _FINAL_LOSS = f"loss, mean of the last {FINAL_STEPS} steps"

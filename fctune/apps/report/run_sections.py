@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.report.eval_page import FACETS, format_bounds, make_case
-from fctune.apps.report.page import Cell, Chart, Page, Series, Tone, draw_interval, escape, make_table
-from fctune.apps.report.run_text import format_number, format_seconds, format_value
+from fctune.apps.report.eval_page import FACETS, make_case
 from fctune.calls.metrics import rate
 from fctune.config.intervals import format_count
 from fctune.config.recipes import find_recipe
+from fctune.pages.page import Cell, Chart, Page, Series, Tone, draw_interval, escape, make_table
+from fctune.pages.run_text import describe_method, format_bounds, format_number, format_seconds, format_value
 from fctune.runs.figures import Figures
 from fctune.runs.record import RunRecord
-from fctune.runs.results import Accuracy
 from fctune.runs.success import Criterion, CriterionStatus
 from fctune.runs.time_use import PART_DESCRIPTIONS
+from fctune.tasks.evaluation.accuracy import Accuracy
 from fctune.tasks.evaluation.judging import is_valid
 from fctune.tasks.evaluation.published import Published
 
@@ -243,16 +243,6 @@ def _make_failures(page: Page, accuracy: Accuracy) -> list[str]:
 def _make_facts(rows: list[list[object]]) -> str:
     """Return the HTML of a table of names and values, whose names do not break inside a word on a phone."""
     return f'<div class="facts">{make_table([("", False), ("Value", False)], rows)}</div>'
-
-
-def describe_method(adapter: dict[str, Any] | None) -> str:
-    """Describe what was trained: all weights, or adapters with their settings."""
-    if not adapter:
-        return "all weights"
-    kinds = [adapter.get("scaling", "standard"), *(["DoRA"] if adapter.get("dora") else [])]
-    stored = adapter.get("base", "bf16")  # which keeps the run's precision
-    base = f", base quantised to {stored}" if stored != "bf16" else ""
-    return f"LoRA, rank {adapter['rank']}, alpha {adapter['alpha']:g} ({', '.join(kinds)}){base}"
 
 
 def _list_files(folder: Path, pattern: str) -> str:

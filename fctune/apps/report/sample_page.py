@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fctune.apps.report.eval_page import FACETS, format_bounds, make_case
-from fctune.apps.report.page import Cell, Page, Tone, draw_interval, make_count_tile, make_table
+from fctune.apps.report.eval_page import FACETS, make_case
 from fctune.config.intervals import format_count
+from fctune.pages.page import Cell, Page, Tone, draw_interval, make_count_tile, make_table
+from fctune.pages.run_text import format_bounds
 from fctune.tasks.evaluation.cases import Case, Suite
 from fctune.tasks.evaluation.judging import is_valid, to_plain_calls
 from fctune.tasks.sampling.rewards import REWARD_PARTS

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.report.page import Cell, Chart, Page, Series, Tone, escape, make_table
-from fctune.apps.report.run_charts import add_run_charts
-from fctune.apps.report.run_text import format_figure, format_number, format_seconds, format_value
 from fctune.apps.sweep.driver import read_record
 from fctune.apps.sweep.halving import measure
 from fctune.apps.sweep.sampling import describe_settings, short_names
 from fctune.apps.sweep.study import STOPPED, Status, Study, SweepRun
 from fctune.base.files import write_atomically
 from fctune.config.intervals import format_count
+from fctune.pages.page import Cell, Chart, Page, Series, Tone, escape, make_table
+from fctune.pages.run_charts import add_run_charts
+from fctune.pages.run_text import format_figure, format_number, format_seconds, format_value
 from fctune.runs.figures import Figures, describe_run
 from fctune.runs.record import RunRecord
 

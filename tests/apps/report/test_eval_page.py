@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from fctune.apps.report.eval_page import FACETS, make_case, write_eval_html
-from fctune.apps.report.page import Page
 from fctune.calls.formats.registry import FORMATS
 from fctune.engines.engine import Answer
+from fctune.pages.page import Page
 from fctune.tasks.benchmarks import find_suite_files
 from fctune.tasks.evaluation.cases import Suite
 from fctune.tasks.evaluation.judging import judge_answer
 from fctune.tasks.evaluation.suites import load_suite
 from fctune.tasks.evaluation.summary import summarise_run
-from tests.apps.report.browser import needs_chromium, open_page, take_screenshot
 from tests.calls.bfcl_wheel import needs_wheel
 from tests.conftest import ROOT
+from tests.pages.browser import needs_chromium, open_page, take_screenshot
 
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;\ud800'
 LENIENT = '<tool_call>{"name": "get_weather", "parameters": {"city": "Paris", "unit": "celsius"}}</tool_call>'

@@ -120,7 +120,7 @@ class LocalLauncher:
 
 def list_gpus() -> list[str]:
     """Return the GPUs of this machine as ``CUDA_VISIBLE_DEVICES`` names them."""
-    from fctune.apps.launch.local_launcher import count_gpus
+    from fctune.training.launcher import count_gpus
 
     visible = [name for name in read_environment().get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     num_gpus = count_gpus()

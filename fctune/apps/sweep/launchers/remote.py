@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.launch.env_overrides import ENV_OVERRIDES
 from fctune.apps.sweep.launchers.base import STOP_FILES
 from fctune.apps.sweep.study import Study, SweepRun
 from fctune.base.errors import ConfigError
 from fctune.config.loading import read_environment
+from fctune.training.env_overrides import ENV_OVERRIDES
 
 COMMAND_LIMIT_S, SUBMIT_LIMIT_S = 60, 600
 _CLEARED = {"CONFIG", "OVERRIDES", *ENV_OVERRIDES} - {"WANDB_PROJECT"}  # would change every run of an array
