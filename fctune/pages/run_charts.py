@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from fctune.pages.page import Chart, Mark, Page, Series
+from fctune.pages.page import Chart, Group, Mark, Page, Series
 from fctune.runs.metrics_file import Column
 from fctune.runs.record import RunRecord
 
@@ -154,11 +154,12 @@ def add_run_charts(page: Page, names: Sequence[str], records: Sequence[RunRecord
             marks = find_marks(records[0], title) if is_single else ()
             shown = title if is_single or len(curves) > 1 else f"{title} ({curves[0].name} only)"
             note = "Smoothed." if title == "Loss" and not is_single else ""
-            charts.append(page.make_chart(make_line_chart(curves, unit, marks, is_log, is_log_steps), shown, note))
+            chart = make_line_chart(curves, unit, marks, is_log, is_log_steps)
+            charts.append(replace(chart, title=shown, note=note))
     if charts:
         lead = f"{_LEAD} {_MARKS_LEGEND}" if is_single else _LEAD
         lead += " The axis of steps is logarithmic, so that the short run is not squeezed." if is_log_steps else ""
-        page.add_section("Charts", f'<div class="pair">{"".join(charts)}</div>', lead=lead)
+        page.add_section("Charts", Group(charts, "pair"), lead=lead)
 
 
 def thin(values: Sequence[float | None], num_points: int = NUM_POINTS) -> list[int]:

@@ -12,11 +12,33 @@ import pytest
 from fctune.apps.report.data_page import write_data_html
 from fctune.data.check import Report, check_sources
 from fctune.data.conversation import Conversation
-from fctune.pages.page import Chart, Page, Series, make_table
+from fctune.pages.page import (
+    Box,
+    Chart,
+    Example,
+    Fold,
+    Grid,
+    Group,
+    Heading,
+    Items,
+    Num,
+    Page,
+    Part,
+    Pre,
+    Series,
+    Table,
+    Text,
+)
 from tests.pages.browser import needs_chromium, open_page, take_screenshot
 
 DEFECTS = Path(__file__).parents[2] / "data" / "fixtures" / "defects.jsonl"
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;'
+
+
+def render(part: Part) -> str:
+    page = Page("x")
+    page.add_section("x", part)
+    return page.render()
 
 
 def encode(conversation: Conversation) -> tuple[int, int]:
@@ -76,16 +98,15 @@ def test_the_number_of_tools_shown_is_never_above_the_number_of_all_tools(tmp_pa
 
 
 def test_large_numbers_in_tables_have_no_exponent() -> None:
-    table = make_table([("x", True)], [[12345.6], [9999.7], [1234.5], [0.123456], [2e-05], [0.0], [-12345.6]])
-    cells = re.findall(r"<td[^>]*>([^<]*)</td>", table)
+    table = Table([Num("x")], [[12345.6], [9999.7], [1234.5], [0.123456], [2e-05], [0.0], [-12345.6]])
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", render(table))
     assert cells == ["12,346", "10,000", "1,234", "0.1235", "2e-05", "0", "-12,346"]
 
 
 def test_a_chart_accepts_gaps_but_no_nan() -> None:
-    page = Page("x")
-    page.make_chart(Chart("lines", [1, 2], [Series("loss", [1.0, None])]))
+    assert "null" in render(Chart("lines", [1, 2], [Series("loss", [1.0, None])]))
     with pytest.raises(ValueError, match="not JSON compliant"):
-        page.make_chart(Chart("lines", [1], [Series("loss", [float("nan")])]))
+        render(Chart("lines", [1], [Series("loss", [float("nan")])]))
 
 
 @needs_chromium
@@ -107,14 +128,17 @@ def test_the_page_draws_its_charts_and_loads_nothing(data_page: Path, width: int
 def test_hostile_text_is_escaped(tmp_path: Path) -> None:
     page = Page(HOSTILE, HOSTILE, "bad")
     page.add_tiles([(HOSTILE, HOSTILE, "")])
-    chart = Chart("bars", [HOSTILE, "b"], [Series(HOSTILE, [1, 2])], HOSTILE, HOSTILE)
-    table = make_table([(HOSTILE, False)], [[HOSTILE], ["\ud800"], [None], [True], [1234567]])
-    page.add_section(HOSTILE, page.make_chart(chart, HOSTILE, HOSTILE), table, lead=HOSTILE)
+    chart = Chart("bars", [HOSTILE, "b"], [Series(HOSTILE, [1, 2])], HOSTILE, HOSTILE, title=HOSTILE, note=HOSTILE)
+    table = Table([HOSTILE], [[HOSTILE], ["\ud800"], [None], [True], [1234567]])
+    texts: list[Part] = [HOSTILE, Text(HOSTILE, "bad"), Heading(HOSTILE, HOSTILE), Pre(HOSTILE)]
+    items = Items([HOSTILE, Example(HOSTILE, HOSTILE, HOSTILE)])
+    parts: list[Part] = [Fold(HOSTILE, texts, True, 1, HOSTILE), items, Grid([Box(HOSTILE, "bad", [HOSTILE])])]
+    page.add_section(HOSTILE, chart, table, Group(parts, "pair"), lead=HOSTILE)
     page.write(tmp_path / "hostile.html", HOSTILE)
     state = open_page(tmp_path / "hostile.html")
     assert state.console == []
     assert state.probe["violations"] == []
-    assert state.probe["text"].count("onerror=alert(1)") >= 6
+    assert state.probe["text"].count("onerror=alert(1)") >= 20
     assert "1,234,567" in state.probe["text"]
     assert all(state.probe["inked"])
 
@@ -123,7 +147,7 @@ def test_hostile_text_is_escaped(tmp_path: Path) -> None:
 def test_a_line_chart_with_gaps_is_drawn(tmp_path: Path) -> None:
     page = Page("Lines")
     values = [None if i % 7 == 0 else 2.0 - i / 100 for i in range(100)]
-    page.add_section("Loss", page.make_chart(Chart("lines", list(range(100)), [Series("loss", values)], "step")))
+    page.add_section("Loss", Chart("lines", list(range(100)), [Series("loss", values)], "step"))
     page.write(tmp_path / "lines.html")
     state = open_page(tmp_path / "lines.html")
     assert state.console == []
@@ -147,7 +171,7 @@ document.querySelector("main").prepend(JSON.stringify(y.ticks.map((tick) => tick
 def test_ticks_have_readable_labels(values: list[float], is_log: bool, due: list[str], tmp_path: Path) -> None:
     page = Page("Ticks")
     chart = Chart("lines", [1, 2], [Series("x", values)], "step", is_log=is_log)
-    page.add_section("", page.make_chart(chart))
+    page.add_section("", chart)
     page.write(tmp_path / "ticks.html")
     (shown, *_) = open_page(tmp_path / "ticks.html", act=TICKS).probe["text"].splitlines()
     assert json.loads(shown) == due
@@ -157,7 +181,7 @@ def test_ticks_have_readable_labels(values: list[float], is_log: bool, due: list
 def test_no_two_lines_look_alike(tmp_path: Path) -> None:
     page = Page("Runs")
     runs = [Series(f"run {number}", [number, number + 1.0]) for number in range(12)]
-    page.add_section("", page.make_chart(Chart("lines", [1, 2], runs, "step")))
+    page.add_section("", Chart("lines", [1, 2], runs, "step"))
     page.write(tmp_path / "runs.html")
     act = """const [{ data }] = Object.values(Chart.instances);
     document.querySelector("main").prepend(JSON.stringify(data.datasets.map((s) => [s.borderColor, s.borderDash])));"""

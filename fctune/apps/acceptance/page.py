@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -10,11 +9,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from fctune.apps.acceptance.table import format_threshold
-from fctune.pages.page import Cell, Chart, Page, Series, Tone, escape, make_count_tile, make_table
+from fctune.pages.page import (
+    NO_WRAP,
+    Box,
+    Cell,
+    Chart,
+    Fold,
+    Grid,
+    Group,
+    Heading,
+    Items,
+    Num,
+    Page,
+    Part,
+    Series,
+    Table,
+    Text,
+    Tone,
+    make_count_tile,
+    make_settings,
+)
 
 _TONES: dict[str, Tone] = {"PASS": "good", "WARN": "warn", "FAIL": "bad", "SKIPPED": "", "INCOMPLETE": "warn"}
 _POINT_TO_POINT = "point_to_point"
-_NO_WRAP = "white-space:nowrap"
 _SCOPES = {"node": "within each node", "all": "all nodes"}
 
 Document = Mapping[str, Any]
@@ -22,12 +39,6 @@ Document = Mapping[str, Any]
 
 def write_acceptance_html(document: Document, path: str | os.PathLike[str]) -> None:
     """Write the page of an acceptance result."""
-    footer = f"fctune acceptance, {document['started_at']}, {document['seconds']:.0f} s"
-    make_acceptance_page(document).write(path, footer)
-
-
-def make_acceptance_page(document: Document) -> Page:
-    """Make the page of an acceptance result."""
     page = Page("Cluster acceptance", f"{document['verdict']}: {document['reason']}", _TONES[document["verdict"]])
     _add_tiles(page, document)
     _add_failures(page, document)
@@ -35,8 +46,9 @@ def make_acceptance_page(document: Document) -> Page:
     _add_curves(page, document)
     _add_pairs(page, document)
     _add_checks(page, document)
-    _add_environment(page, document)
-    return page
+    if first := document["samples"].get("identity", {}).get("0", {}):
+        page.add_section("Rank 0", make_settings("Property", first))
+    page.write(path, f"fctune acceptance, {document['started_at']}, {document['seconds']:.0f} s")
 
 
 def _add_tiles(page: Page, document: Document) -> None:
@@ -49,28 +61,25 @@ def _add_tiles(page: Page, document: Document) -> None:
             make_count_tile(document["world_size"], "rank"),
             make_count_tile(document["world_size"] // document["ranks_per_node"], "node"),
             make_count_tile(counts["PASS"], "check", "good", " passed"),
-            make_count_tile(counts["FAIL"], "check", "bad" if counts["FAIL"] else "", " failed"),
-            make_count_tile(counts["WARN"], "check", "warn" if counts["WARN"] else "", " with a warning"),
-            make_count_tile(missing, "required check", "warn" if missing else "", " not run"),
+            make_count_tile(counts["FAIL"], "check", "bad", " failed"),
+            make_count_tile(counts["WARN"], "check", "warn", " with a warning"),
+            make_count_tile(missing, "required check", "warn", " not run"),
         ]
     )
 
 
 def _add_failures(page: Page, document: Document) -> None:
-    parts = [
-        f'<p class="warn">Injected fault: {escape(fault["kind"])} on rank {fault["rank"]}</p>'
+    parts: list[Part] = [
+        Text(f"Injected fault: {fault['kind']} on rank {fault['rank']}", "warn")
         for fault in document["config"]["faults"]
     ]
     for check in document["checks"]:
         if check["status"] not in ("FAIL", "WARN"):
             continue
-        culprits = "".join(f"<li>{escape(culprit['text'])}</li>" for culprit in check["culprits"])
-        parts.append(
-            f'<h3><span class="{_TONES[check["status"]]}">{check["status"]}</span> {escape(check["name"])}</h3>'
-            f"<p>{escape(check['reason'])}</p>"
-            + (f'<ul class="examples">{culprits}</ul>' if culprits else "")
-            + f'<p class="muted">Next: {escape(check["next_step"])}</p>'
-        )
+        parts += [Heading(check["name"], check["status"], _TONES[check["status"]]), check["reason"]]
+        if check["culprits"]:
+            parts.append(Items([culprit["text"] for culprit in check["culprits"]]))
+        parts.append(Text(f"Next: {check['next_step']}", "muted"))
     if parts:
         page.add_section("Problems", *parts)
 
@@ -84,18 +93,17 @@ def _add_devices(page: Page, document: Document) -> None:
                 for rank in culprit["ranks"]:
                     blamed[rank] = "bad" if check["status"] == "FAIL" else blamed.get(rank, "warn")
     hellos = document["samples"].get("hello", {})
-    rows = []
+    rows: list[Part] = []
     for first in range(0, document["world_size"], document["ranks_per_node"]):
         ranks = range(first, first + document["ranks_per_node"])
         host = next((hellos[str(rank)]["host"] for rank in ranks if str(rank) in hellos), "absent")
-        cells = "".join(_draw_device(document, rank, blamed.get(rank, "good")) for rank in ranks)
-        grid = "display:grid;grid-template-columns:repeat(auto-fill,minmax(112px,1fr));gap:6px;margin:6px 0 10px"
-        rows.append(f'<h3>{escape(host)}</h3><div style="{grid}">{cells}</div>')
+        boxes = [_describe_device(document, rank, blamed.get(rank, "good")) for rank in ranks]
+        rows += [Heading(host), Grid(boxes)]
     lead = "One cell per rank: matrix product rate in TFLOP/s by dtype, and peak temperature; red ranks are to blame."
     page.add_section("Devices", *rows, lead=lead)
 
 
-def _draw_device(document: Document, rank: int, tone: str) -> str:
+def _describe_device(document: Document, rank: int, tone: str) -> Box:
     products = document["samples"].get("compute", {}).get(str(rank), {}).get("products", {})
     lines = [f"{dtype} {made['tflops']:.4g}" for dtype, made in products.items() if "tflops" in made]
     readings = [reading for made in products.values() for reading in made.get("readings", ())]
@@ -104,31 +112,26 @@ def _draw_device(document: Document, rank: int, tone: str) -> str:
         lines.append(f"{hottest:.0f} °C")
     if str(rank) not in document["samples"].get("hello", {}):
         tone, lines = "bad", ["absent"]
-    shown = "<br>".join(map(escape, lines or ["not measured"]))
-    return (
-        f'<div style="border:1px solid var(--line);border-left:6px solid var(--{tone});border-radius:6px;'
-        f'padding:4px 10px"><b class="{tone}">{rank}</b><br>'
-        f'<span class="muted" style="font-size:13px">{shown}</span></div>'
-    )
+    return Box(str(rank), tone, lines or ["not measured"])
 
 
 def _add_checks(page: Page, document: Document) -> None:
     rows: list[list[object]] = []
     for check in document["checks"]:
-        status = Cell(check["status"], classes=_TONES[check["status"]] or "muted", style=_NO_WRAP)
-        names: list[object] = [Cell(check["name"], style=_NO_WRAP), status]
+        status = Cell(check["status"], classes=_TONES[check["status"]] or "muted", style=NO_WRAP)
+        names: list[object] = [Cell(check["name"], style=NO_WRAP), status]
         for figure in check["figures"] or [None]:
             if figure is None:
                 required = "" if check["required"] else " (not required)"
                 rows.append([*names, f"{check['reason']}{required}", "", "", ""])
             else:
                 value = f"{figure['value']:.4g} {figure['unit']}".strip()
-                threshold = Cell(format_threshold(figure), style=_NO_WRAP)
+                threshold = Cell(format_threshold(figure), style=NO_WRAP)
                 source = (figure["threshold"] or {}).get("source", "")
                 rows.append([*names, f"{figure['name']}: {figure['description']}", value, threshold, source])
             names = ["", ""]
-    columns = [(name, name == "Value") for name in ("Check", "Status", "Figure", "Value", "Threshold", "Source")]
-    page.add_section("Checks", make_table(columns, rows, is_stacked=True))
+    columns = ["Check", "Status", "Figure", Num("Value"), "Threshold", "Source"]
+    page.add_section("Checks", Table(columns, rows, is_stacked=True))
 
 
 def _add_curves(page: Page, document: Document) -> None:
@@ -143,25 +146,24 @@ def _add_curves(page: Page, document: Document) -> None:
     for scope, where in _SCOPES.items():
         lines = {name: curve for (of, name), curve in curves.items() if of == scope and name != _POINT_TO_POINT}
         if lines:
-            chart = page.make_chart(_draw_lines(lines), f"Collectives {where}", note)
-            charts.append(f"<div>{chart}{_list_bandwidths(document, scope)}</div>")
+            chart = _draw_lines(lines, f"Collectives {where}", note)
+            charts.append(Group([chart, _list_bandwidths(document, scope)]))
     messages = {_SCOPES[scope]: curve for (scope, name), curve in curves.items() if name == _POINT_TO_POINT}
     if messages:
-        title = "Point to point"
         text = "All ranks send to the next rank at the same time, within a node and across nodes."
-        charts.append(f"<div>{page.make_chart(_draw_lines(messages), title, text)}</div>")
+        charts.append(Group([_draw_lines(messages, "Point to point", text)]))
     if charts:
-        page.add_section("Bandwidth by size", f'<div class="pair">{"".join(charts)}</div>')
+        page.add_section("Bandwidth by size", Group(charts, "pair"))
 
 
-def _draw_lines(curves: Mapping[str, Mapping[float, float]]) -> Chart:
+def _draw_lines(curves: Mapping[str, Mapping[float, float]], title: str, note: str) -> Chart:
     sizes = sorted({size for curve in curves.values() for size in curve})
     # Sparse: a size that was measured for some operations only is no reason to end the others' lines.
     series = [Series(name, [curve.get(size) for size in sizes], is_sparse=True) for name, curve in curves.items()]
-    return Chart("lines", sizes, series, "message size", "busbw, GB/s", is_log_size=True)
+    return Chart("lines", sizes, series, "message size", "busbw, GB/s", is_log_size=True, title=title, note=note)
 
 
-def _list_bandwidths(document: Document, scope: str) -> str:
+def _list_bandwidths(document: Document, scope: str) -> Fold:
     """Return a folded table of all sizes with their percentiles."""
     rows: list[list[object]] = []
     for row in (row for row in document["bandwidths"] if row["scope"] == scope):
@@ -169,9 +171,9 @@ def _list_bandwidths(document: Document, scope: str) -> str:
         node = [row["first_rank"] // document["ranks_per_node"]] if scope == "node" else []
         times = (1e6 * row[name] for name in ("p50_s", "p99_s"))
         rows.append([row["operation"], *node, size, row["busbw_gb_s"], row["algbw_gb_s"], *times])
-    heads = [("Collective", False), *([("Node", False)] if scope == "node" else []), ("MiB", False)]
-    heads += [(name, True) for name in ("busbw, GB/s", "algbw, GB/s", "p50, us", "p99, us")]
-    return f"<details><summary>All sizes, with percentiles</summary>{make_table(heads, rows)}</details>"
+    heads = ["Collective", *(["Node"] if scope == "node" else []), "MiB"]
+    heads += map(Num, ("busbw, GB/s", "algbw, GB/s", "p50, us", "p99, us"))
+    return Fold("All sizes, with percentiles", [Table(heads, rows)])
 
 
 def _add_pairs(page: Page, document: Document) -> None:
@@ -202,10 +204,9 @@ def _add_pairs(page: Page, document: Document) -> None:
                 is_slow = lost > 0 and lost / (1 - lost) > limit
                 cells.append(Cell(f"{rate:.3g}", "heat", f"--heat: {lost:.3f}") if is_slow else f"{rate:.3g}")
         rows.append([a, *cells])
-    table = make_table([("Rank", False), *((str(rank), True) for rank in ranks)], rows)
     lead = "GB/s in each direction between two ranks, both at once, best repetition."
     lead += "" if math.isinf(limit) else f" Red is over {limit:.0%} slower than the median of its kind of link."
-    page.add_section("Pairs", table, lead=lead)
+    page.add_section("Pairs", Table(["Rank", *(Num(rank) for rank in ranks)], rows), lead=lead)
 
 
 def _find_pair_limit(document: Document) -> float:
@@ -216,10 +217,3 @@ def _find_pair_limit(document: Document) -> float:
                 limits = (figure["threshold"] or {}).get("warn"), (figure["threshold"] or {}).get("fail")
                 return min((limit for limit in limits if limit is not None), default=math.inf)
     return math.inf
-
-
-def _add_environment(page: Page, document: Document) -> None:
-    first = document["samples"].get("identity", {}).get("0", {})
-    rows = [[key, value if isinstance(value, str | int | float) else json.dumps(value)] for key, value in first.items()]
-    if rows:
-        page.add_section("Rank 0", make_table([("Property", False), ("Value", False)], rows))

@@ -12,7 +12,7 @@ import pytest
 from fctune.apps.report.eval_page import FACETS, make_case, write_eval_html
 from fctune.calls.formats.registry import FORMATS
 from fctune.engines.engine import Answer
-from fctune.pages.page import Page
+from fctune.pages.page import Cases, Page
 from fctune.tasks.benchmarks import find_suite_files
 from fctune.tasks.evaluation.cases import Suite
 from fctune.tasks.evaluation.judging import judge_answer
@@ -165,7 +165,7 @@ def test_a_wrong_call_is_marked_on_both_sides_though_its_lines_occur_in_another_
     row |= {"differences": [], "answer": "x", "messages": []}
     row |= {"expected_calls": calls("Paris", "Rome"), "calls": calls("Paris", "Paris")}
     page = Page("page")
-    page.add_section("Failures", page.make_cases([make_case(row)], FACETS))
+    page.add_section("Failures", Cases([make_case(row)], FACETS))
     page.write(tmp_path / "page.html")
     act = """
     const opened = document.querySelector(".case");
