@@ -137,7 +137,8 @@ def _require_repository_name(name: str) -> None:
 
 def _find_run(export: Path) -> RunRecord | None:
     """Return the record of the run whose ``export/`` holds the directory; None if there is none."""
+    from fctune.runs.directory import RunFiles
     from fctune.runs.record import read_run
 
     folder = export.resolve().parent.parent
-    return read_run(folder) if (folder / "run.json").is_file() else None
+    return read_run(folder) if RunFiles(folder).run.is_file() else None

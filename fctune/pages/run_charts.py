@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fctune.pages.page import Chart, Group, Mark, Page, Series
-from fctune.runs.metrics_file import Column
-from fctune.runs.record import RunRecord
+from fctune.runs.record import Column, RunRecord
 
 NUM_POINTS = 400
 _MAX_MARKS = 60  # per kind; more would cover the curves

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.runs.alerts import Alert, AlertRules
+from fctune.runs.directory import RunFiles
 from fctune.runs.sinks import EventSink
 
 logger = logging.getLogger("fctune")
@@ -51,7 +52,7 @@ class AlertMonitor:
             listener.alert(alert)
         line = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | alert.to_dict()
         try:
-            _append_line(self._folder / "alerts.jsonl", json.dumps(line))
+            _append_line(RunFiles(self._folder).alerts, json.dumps(line))
         except OSError as error:  # the disk may be full, which may be the alert; later alerts must still be logged
             if not self._has_failed:
                 self._has_failed = True

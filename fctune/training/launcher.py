@@ -20,9 +20,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fctune.base.files import run_within, write_atomically
+from fctune.base.files import run_within
 from fctune.base.signals import name_signal
 from fctune.config.loading import set_default_environment
+from fctune.runs.directory import RunFiles
 from fctune.training.callbacks.checkpoint import SAVE_FAILED
 from fctune.training.callbacks.stop import STOPPED
 
@@ -130,19 +131,12 @@ class _StopRequests:
 
     def _request_stop(self, reason: str) -> bool:
         """Create the stop file with the reason, or empty on a full disk; False if that fails, or its disk hangs."""
-        stop_file = self._output_dir / "stop"
-
-        def create() -> None:
-            try:
-                write_atomically(stop_file, reason)
-            except OSError:
-                stop_file.touch()
-
-        return run_within(_READ_S, create) and stop_file.exists()
+        files = RunFiles(self._output_dir)
+        return run_within(_READ_S, lambda: files.request_stop(reason)) and files.stop_file.exists()
 
     def _is_training(self) -> bool:
         try:
-            return (self._output_dir / "metrics.jsonl").stat().st_mtime >= self._started_at
+            return RunFiles(self._output_dir).metrics.stat().st_mtime >= self._started_at
         except OSError:
             return False
 
@@ -157,7 +151,7 @@ def _exit_code(
     error: Any, output_dir: Path, started_at: float, requests: _StopRequests, show: Callable[[str], None]
 ) -> int:
     """Return the code in exit.json, or that of the first worker that failed if this run wrote none."""
-    path = output_dir / "exit.json"
+    path = RunFiles(output_dir).exit
     found: list[int] = []
     run_within(_READ_S, lambda: found.extend(_read_code(path, started_at)))
     if found:

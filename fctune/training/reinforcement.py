@@ -24,7 +24,7 @@ from fctune.engines.decoding import AnswerDecoder, find_stop_ids
 from fctune.engines.engine import Sampling
 from fctune.engines.in_process import InProcessEngine
 from fctune.models.export import export_adapter
-from fctune.runs.metrics_file import MetricsFile
+from fctune.runs.record import MetricsFile
 from fctune.tasks.evaluation.live import build_answering, random_state_restored
 from fctune.tasks.evaluation.suites import benchmark_of
 from fctune.tasks.sampling.case_tasks import CaseTasks, load_training_suite

@@ -12,8 +12,7 @@ import pytest
 
 from fctune.config.sections.success import SuccessConfig
 from fctune.runs.figures import describe_run
-from fctune.runs.metrics_file import MetricsFile
-from fctune.runs.record import RunRecord, read_run
+from fctune.runs.record import MetricsFile, RunRecord, read_run
 from fctune.runs.success import judge_run
 from tests.runs.sample_runs import change_run, make_run
 

@@ -14,10 +14,9 @@ from fctune.checkpoint.files import FileRecord
 from fctune.checkpoint.store import CheckpointStore
 from fctune.runs.alert_monitor import AlertMonitor
 from fctune.runs.alerts import Alert
-from fctune.runs.metrics_file import MetricsFile
-from fctune.runs.record import read_run
+from fctune.runs.directory import RunDirectory
+from fctune.runs.record import MetricsFile, read_run
 from fctune.runs.time_use import account_for_time
-from fctune.training.run_directory import RunDirectory
 from tests.runs.sample_runs import change_run, make_config, make_run, make_steps, tear, write_steps
 
 

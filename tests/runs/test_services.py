@@ -26,10 +26,10 @@ from fctune.config.sections.telemetry import PrometheusConfig, WandbConfig
 from fctune.runs.alert_monitor import AlertMonitor
 from fctune.runs.alerts import Alert
 from fctune.runs.background import BackgroundSink
+from fctune.runs.directory import RunDirectory
 from fctune.runs.names import METRICS
 from fctune.runs.services import PrometheusSink, TensorBoardSink, WandbSink
 from fctune.runs.sinks import SinkGroup
-from fctune.training.run_directory import RunDirectory
 from fctune.training.setup import open_sinks
 from tests.conftest import ROOT
 from tests.runs.wandb_server import WandbServer

@@ -29,8 +29,8 @@ from fctune.config.loading import format_problems, parse_config
 from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic import iter_conversations
 from fctune.models.export import export_merged
+from fctune.runs.directory import RunDirectory
 from fctune.training.loop import build_loader, count_steps, train
-from fctune.training.run_directory import RunDirectory
 from fctune.training.setup import build_base, open_sinks, prepare_data, shard_and_load_, start_state
 
 VOCAB_SIZE = 1408

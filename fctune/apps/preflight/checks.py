@@ -28,7 +28,7 @@ from fctune.base.network import find_interface
 from fctune.config.run_length import find_length_warnings
 from fctune.config.schema import RunConfig
 from fctune.runs.device import read_device
-from fctune.training.run_directory import installed_versions
+from fctune.runs.directory import installed_versions
 
 _GIB = 2**30
 

@@ -19,6 +19,7 @@ from fctune.apps.sweep.study import STOPPED, Study, SweepRun
 from fctune.base.errors import ConfigError, DataError
 from fctune.config.intervals import parse_interval
 from fctune.config.schema import RunConfig
+from fctune.runs.directory import STOP_FILES
 from fctune.runs.record import RunRecord, read_run
 
 _NUM_LOOKS = 3  # at a job that has ended, until its exit.json is taken to be missing: shared disks show files late
@@ -145,7 +146,7 @@ class SweepDriver:
         attempt.code, attempt.is_over = code, True
         if code not in (0, STOPPED) and code is not None and not attempt.reason:
             attempt.reason = _read_last_line(self._study.log_path(run))
-        if code == STOPPED and run.stopped_at is None and (self._study.run_dir(run) / "stop-for-good").exists():
+        if code == STOPPED and run.stopped_at is None and (self._study.run_dir(run) / STOP_FILES[0]).exists():
             run.stopped_at = (found or {}).get("step") or 0  # the user's own decision
         return True
 

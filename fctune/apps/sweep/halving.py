@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from fctune.apps.sweep.spec import EarlyStopConfig
 from fctune.runs.figures import FINAL_STEPS
-from fctune.runs.metrics_file import MetricsFile
+from fctune.runs.record import MetricsFile
 
 
 def measure(metrics: MetricsFile, name: str, at_step: int | None = None) -> float | None:

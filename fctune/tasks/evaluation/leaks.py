@@ -66,7 +66,7 @@ def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path 
 
 def _find_run(path: Path) -> Path | None:
     path = path.resolve()
-    return next((found for found in (path, *path.parents[:_MAX_DEPTH]) if (found / "run.json").is_file()), None)
+    return next((found for found in (path, *path.parents[:_MAX_DEPTH]) if RunFiles(found).run.is_file()), None)
 
 
 class _Source(NamedTuple):
@@ -80,7 +80,7 @@ class _Source(NamedTuple):
 
 def _read_sources(run: Path) -> list[_Source]:
     try:
-        config = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"]
+        config = json.loads(RunFiles(run).run.read_text(encoding="utf-8"))["config"]
         data, grpo = config["data"], config.get("grpo")
         kind: Literal["rows", "pairs"] = "pairs" if data.get("pairs") else "rows"
         named = [source for source in data["sources"] if source["path"]]
@@ -91,7 +91,7 @@ def _read_sources(run: Path) -> list[_Source]:
         cases = "" if grpo is None else str(grpo["cases"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{run / 'run.json'}: does not name the run's training data ({type(error).__name__}). "
+            f"{RunFiles(run).run}: does not name the run's training data ({type(error).__name__}). "
             "Copy the file from the run again, or move it away to evaluate without comparing."
         ) from None
     if cases.startswith((RECORDED, "synthetic:")):

@@ -20,6 +20,7 @@ from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.success import SuccessConfig
 from fctune.runs.alert_monitor import AlertMonitor
 from fctune.runs.alerts import Alert
+from fctune.runs.directory import RunDirectory
 from fctune.runs.figures import Pricing
 from fctune.runs.record import read_run
 from fctune.runs.success import judge_run
@@ -27,7 +28,6 @@ from fctune.tasks.evaluation.accuracy import find_accuracies, list_totals
 from fctune.tasks.evaluation.cases import Suite
 from fctune.tasks.evaluation.paired import compare_rows
 from fctune.tasks.evaluation.suites import load_suite
-from fctune.training.run_directory import RunDirectory
 from tests.conftest import ROOT
 from tests.pages.browser import BINARY, needs_chromium, open_page, take_screenshot
 from tests.runs.sample_runs import (

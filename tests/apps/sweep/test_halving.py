@@ -9,7 +9,7 @@ import pytest
 
 from fctune.apps.sweep.halving import Progress, choose_worst, find_rung, measure
 from fctune.apps.sweep.spec import EarlyStopConfig
-from fctune.runs.metrics_file import MetricsFile
+from fctune.runs.record import MetricsFile
 
 HALVE = EarlyStopConfig(first_step=10, factor=2)
 

@@ -7,8 +7,6 @@ from typing import Protocol
 
 from fctune.apps.sweep.study import SweepRun
 
-STOP_FILES = ("stop-for-good", "stop")  # in this order: the first keeps the launch scripts from restarting the run
-
 
 class Launcher(Protocol):
     """Starts runs and says which are still active."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from fctune.apps.sweep.launchers.base import STOP_FILES
 from fctune.apps.sweep.study import Study, SweepRun
 from fctune.base.errors import ConfigError
 from fctune.base.launcher_watch import stop_with_parent
 from fctune.config.loading import read_environment
+from fctune.runs.directory import RunFiles
 
 
 class LocalLauncher:
@@ -86,7 +84,7 @@ class LocalLauncher:
         active = {job for job, (child, _) in self._children.items() if child.poll() is None}
         for run in self._study.list_with("running"):
             job = run.attempts[-1].job
-            if job not in self._children and _is_locked(self._study.run_dir(run)):
+            if job not in self._children and RunFiles(self._study.run_dir(run)).is_locked():
                 active.add(job)
         return active
 
@@ -100,8 +98,7 @@ class LocalLauncher:
 
     def request_stop(self, run: SweepRun) -> None:
         """Create the run's stop file."""
-        for name in STOP_FILES:
-            (self._study.run_dir(run) / name).touch()
+        RunFiles(self._study.run_dir(run)).request_stop(is_for_good=True)
 
     def stop_all(self) -> None:
         """Ask every process to save and end, and wait; interrupted once more, kill them."""
@@ -125,15 +122,3 @@ def list_gpus() -> list[str]:
     visible = [name for name in read_environment().get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     num_gpus = count_gpus()
     return visible[:num_gpus] if visible else [str(number) for number in range(num_gpus)]
-
-
-def _is_locked(run_dir: Path) -> bool:
-    """Return True while a run's process holds the lock of its directory."""
-    try:
-        with open(run_dir / ".lock", "a", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.sweep.launchers.base import STOP_FILES
 from fctune.apps.sweep.study import Study, SweepRun
 from fctune.base.errors import ConfigError
 from fctune.config.loading import read_environment
+from fctune.runs.directory import RunFiles
 from fctune.training.env_overrides import ENV_OVERRIDES
 
 COMMAND_LIMIT_S, SUBMIT_LIMIT_S = 60, 600
@@ -37,8 +37,7 @@ class RemoteLauncher:
 
     def request_stop(self, run: SweepRun) -> None:
         """Create the run's stop files."""
-        for name in STOP_FILES:
-            (self._study.run_dir(run) / name).touch()
+        RunFiles(self._study.run_dir(run)).request_stop(is_for_good=True)
 
     def stop_all(self) -> None:
         """Do nothing: jobs continue without this process."""

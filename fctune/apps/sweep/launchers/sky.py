@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from fctune.apps.sweep.launchers.base import STOP_FILES
 from fctune.apps.sweep.launchers.remote import (
     COMMAND_LIMIT_S,
     SUBMIT_LIMIT_S,
@@ -16,6 +15,7 @@ from fctune.apps.sweep.launchers.remote import (
 )
 from fctune.apps.sweep.study import Study, SweepRun
 from fctune.base.errors import ConfigError
+from fctune.runs.directory import STOP_FILES
 
 _COPIED = ("run.json", "metrics.jsonl", "exit.json", "alerts.jsonl")
 

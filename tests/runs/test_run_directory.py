@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from fctune.runs.directory import RunDirectory, find_typed_command
 from fctune.runs.record import read_run
 from fctune.runs.success import judge_run
-from fctune.training.run_directory import RunDirectory, find_typed_command
 from tests.runs.sample_runs import change_run, make_config, write_steps
 
 

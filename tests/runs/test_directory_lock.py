@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from fctune.base.errors import ConfigError
-from fctune.training.directory_lock import DirectoryLock
-from fctune.training.run_directory import RunDirectory
+from fctune.runs.directory import DirectoryLock, RunDirectory
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import arguments_for, run_on_rank
@@ -26,7 +25,7 @@ from tests.runs.sample_runs import make_config, make_run
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fctune.training.directory_lock import DirectoryLock
+from fctune.runs.directory import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

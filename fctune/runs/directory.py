@@ -1,4 +1,4 @@
-"""The output directory of a run: run.json, metrics.jsonl, exit.json, checkpoints/, export/, and its lock.
+"""The output directory of a run: the names of its files, its lock, and the writer of what the run records.
 
 A launch changes what an earlier one left only once it is certain to train. One that ends before writes its code and
 reason to not_started.json.
@@ -7,43 +7,63 @@ reason to not_started.json.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import logging
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import psutil
+from typing import IO, TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError
-from fctune.base.files import write_atomically
-from fctune.config.schema import RunConfig
-from fctune.training.directory_lock import DirectoryLock
+from fctune.base.files import is_in_use, write_atomically
+
+if TYPE_CHECKING:
+    from fctune.config.schema import RunConfig
 
 logger = logging.getLogger("fctune")
 
-NOT_STARTED = "not_started.json"
+# In this order: the first keeps the launch scripts from restarting the run.
+STOP_FILES = ("stop-for-good", "stop")
 
 # Deleted before exit.json is written, so that a full disk has room for it.
 _RESERVE, _RESERVE_BYTES = ".reserve", 64 * 1024
 
+_LOCK = ".lock"
+
 _LAUNCHERS = ("tune", "fctune", "torchrun")
 _PACKAGES = ("fctune", "torch", "torchtune", "torchao", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 
+# A dead process on this machine frees its lock at once; one on a machine that died, when its lease at the file server
+# expires (90 s, the default of Linux's NFS server).
+_LOCAL_WAIT_S, _REMOTE_WAIT_S = 10.0, 120.0
 
-class RunDirectory:
-    """The output directory of one run; only rank 0 writes to it."""
+
+class RunFiles:
+    """Names of the files in a run's directory, and what other processes ask of a run."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.has_begun = False  # what it holds is of this launch; set on every rank
-        self._run: dict[str, Any] = {}
-        self._lock: DirectoryLock | None = None
+
+    @property
+    def run(self) -> Path:
+        """What the run was asked to do, and what it found out, as one JSON object."""
+        return self.run
+
+    @property
+    def exit(self) -> Path:
+        """Why the run ended: code, reason, step and checkpoint; missing while it runs, and after a kill."""
+        return self.path / "exit.json"
+
+    @property
+    def not_started(self) -> Path:
+        """Why the last launch ended before it changed anything of the run, as in ``exit``."""
+        return self.path / "not_started.json"
 
     @property
     def metrics(self) -> Path:
@@ -51,14 +71,14 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def alerts(self) -> Path:
+        """Alerts: one JSON object each."""
+        return self.alerts
+
+    @property
     def rollouts(self) -> Path:
         """Answers of a run with reinforcement learning, each once: one JSON object per answer."""
         return self.path / "rollouts.jsonl"
-
-    @property
-    def export(self) -> Path:
-        """Directory of the exported models, ``merged`` and ``adapter``."""
-        return self.path / "export"
 
     @property
     def checkpoints(self) -> Path:
@@ -66,9 +86,58 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def export(self) -> Path:
+        """Directory of the exported models, ``merged`` and ``adapter``."""
+        return self.path / "export"
+
+    @property
     def stop_file(self) -> Path:
         """File whose creation asks the run to save and stop."""
         return self.path / "stop"
+
+    def is_locked(self) -> bool:
+        """Return True if a process on this machine, or on one that shares its locks, is writing to the directory."""
+        return is_in_use(self.path / _LOCK)
+
+    def request_stop(self, reason: str = "", is_for_good: bool = False) -> None:
+        """Ask the run to save and stop, even if the disk is full.
+
+        Args:
+            reason: Who asks, for the record; empty: the file.
+            is_for_good: Keep the launch scripts from restarting it.
+
+        Raises:
+            OSError: The directory cannot be written.
+        """
+        if is_for_good:
+            (self.path / STOP_FILES[0]).touch()
+        try:
+            write_atomically(self.stop_file, reason)
+        except OSError:  # an empty file takes no space
+            self.stop_file.touch()
+
+    def read_exit(self) -> dict[str, Any] | None:
+        """Return what ``exit`` holds, with its code; None if it is missing or damaged."""
+        return _read_end(self.exit)
+
+    def read_end(self) -> dict[str, Any] | None:
+        """Return what ``exit`` holds, or why the last launch did not start; None if it left neither."""
+        return _read_end(self.exit) or _read_end(self.not_started)
+
+    def clear_ends(self) -> None:
+        """Remove what an ended launch, or a request to stop it, left."""
+        for file in (self.exit, self.not_started, *(self.path / name for name in STOP_FILES)):
+            file.unlink(missing_ok=True)
+
+
+class RunDirectory(RunFiles):
+    """The output directory of one run; only rank 0 writes to it."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self.has_begun = False  # what it holds is of this launch; set on every rank
+        self._run: dict[str, Any] = {}
+        self._lock: DirectoryLock | None = None
 
     def lock(self) -> None:
         """Keep other runs out until ``unlock`` or the end of this process.
@@ -79,8 +148,8 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = DirectoryLock(self.path)
-            for name in (NOT_STARTED, "stop", "stop-for-good"):  # of the launch before
-                (self.path / name).unlink(missing_ok=True)
+            for file in (self.not_started, *(self.path / name for name in STOP_FILES)):  # of the launch before
+                file.unlink(missing_ok=True)
         except OSError as error:
             raise self._cannot_write(error) from None
 
@@ -106,14 +175,14 @@ class RunDirectory:
         """
         moved: Path | None = None
         try:
-            if (self.path / "run.json").exists():
+            if self.run.exists():
                 moved, is_locked = self._free_name(), self._lock is not None
                 self.path.rename(moved)
                 if is_locked:  # the lock file moved with the directory
                     self.unlock()
                     self.lock()
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "exit.json").unlink(missing_ok=True)  # of an attempt that ended before it had a run.json
+            self.exit.unlink(missing_ok=True)  # of an attempt that ended before it had a run.json
             self._run = {
                 "config": config.to_dict(),
                 "seed": config.seed,
@@ -126,7 +195,7 @@ class RunDirectory:
             if not_used:
                 self._run["not_used"] = list(not_used)
             self.has_begun = True
-            self._write("run.json", self._run)
+            self._write(self.run, self._run)
             (self.path / _RESERVE).write_bytes(os.urandom(_RESERVE_BYTES))
         except OSError as error:
             raise self._cannot_write(error) from None
@@ -147,8 +216,8 @@ class RunDirectory:
         """
         try:
             described, self._run = self._run, {}
-            if (self.path / "run.json").exists():
-                self._run = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            if self.run.exists():
+                self._run = json.loads(self.run.read_text(encoding="utf-8"))
             resumed = {
                 "step": step,
                 "checkpoint": str(checkpoint),
@@ -163,11 +232,11 @@ class RunDirectory:
             self._run |= described
             self._run["resumed"] = [*self._run.get("resumed", []), resumed]
             self.has_begun = True
-            self._write("run.json", self._run)
+            self._write(self.run, self._run)
             (self.path / _RESERVE).write_bytes(os.urandom(_RESERVE_BYTES))
-            for file in (self.metrics, self.rollouts, self.path / "alerts.jsonl"):
+            for file in (self.metrics, self.rollouts, self.alerts):
                 _drop_steps_after(file, step)
-            (self.path / "exit.json").unlink(missing_ok=True)
+            self.exit.unlink(missing_ok=True)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"output_dir={self.path}: the run in it cannot be resumed ({error}). Fix the cause, or set another "
@@ -182,9 +251,9 @@ class RunDirectory:
         self._run |= details
         if self.has_begun:
             try:
-                self._write("run.json", self._run)
+                self._write(self.run, self._run)
             except OSError as error:
-                logger.error("%s: cannot be written (%s)", self.path / "run.json", error.strerror)
+                logger.error("%s: cannot be written (%s)", self.run, error.strerror)
 
     def finish(
         self,
@@ -208,8 +277,8 @@ class RunDirectory:
                 other ranks fail because of it.
             is_consequence: The crash was caused by another rank, whose own record replaces this one.
         """
-        is_refused = not self.has_begun and (self.path / "run.json").exists()
-        file = self.path / (NOT_STARTED if is_refused else "exit.json")
+        is_refused = not self.has_begun and self.run.exists()
+        file = self.not_started if is_refused else self.exit
         if not self.path.is_dir() or (is_crash and file.exists() and (is_consequence or not _has_consequence(file))):
             return
         shown = None if checkpoint is None else str(checkpoint)
@@ -218,17 +287,14 @@ class RunDirectory:
             record["is_consequence"] = True
         try:
             (self.path / _RESERVE).unlink(missing_ok=True)
-            self._write(file.name, record)
+            self._write(file, record)
         except OSError as error:  # probably a full disk; the reason was printed, and the exit code is unaffected
             logger.error("%s: cannot be written (%s)", file, error.strerror)
 
     def is_complete(self, exports: Iterable[str]) -> bool:
         """Return True if the run in this directory has ended well and its exports are there."""
-        try:
-            code = json.loads((self.path / "exit.json").read_text(encoding="utf-8"))["code"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-        return code == 0 and all((self.export / name).is_dir() for name in exports)
+        ended = self.read_exit()
+        return ended is not None and ended["code"] == 0 and all((self.export / name).is_dir() for name in exports)
 
     def gpu_hours(self) -> float:
         """Return the hours of all ranks so far, over restarts, without the time between them."""
@@ -247,14 +313,13 @@ class RunDirectory:
     def _describe_segment(self) -> dict[str, Any]:
         """Return the ranks of the segment that just ended, and when and how it ended, as far as known."""
         segment: dict[str, Any] = {"world_size": self._run.get("world_size"), "until": None, "exit": None}
-        exit_file = self.path / "exit.json"
-        for file in (exit_file, self.metrics):
+        for file in (self.exit, self.metrics):
             if file.exists():
                 segment["until"] = _format_time(datetime.fromtimestamp(file.stat().st_mtime, UTC))
                 break
-        if exit_file.exists():
+        if self.exit.exists():
             try:
-                ended = json.loads(exit_file.read_text(encoding="utf-8"))
+                ended = json.loads(self.exit.read_text(encoding="utf-8"))
                 if "before" in ended:  # versions before not_started.json wrote a refused launch to exit.json
                     return segment | {key: ended["before"][key] for key in ("until", "exit")}
                 segment["exit"] = {"code": ended["code"], "reason": ended["reason"]}
@@ -273,8 +338,16 @@ class RunDirectory:
             f"output_dir={self.path}: cannot be written ({error.strerror}). Choose a directory you can write to."
         )
 
-    def _write(self, name: str, value: dict[str, Any]) -> None:
-        write_atomically(self.path / name, json.dumps(value, indent=2) + "\n")
+    def _write(self, file: Path, value: dict[str, Any]) -> None:
+        write_atomically(file, json.dumps(value, indent=2) + "\n")
+
+
+def _read_end(file: Path) -> dict[str, Any] | None:
+    try:
+        ended: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return ended | {"code": int(ended["code"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _has_consequence(file: Path) -> bool:
@@ -282,6 +355,84 @@ def _has_consequence(file: Path) -> bool:
         return bool(json.loads(file.read_text(encoding="utf-8")).get("is_consequence"))
     except (OSError, ValueError, AttributeError):
         return False
+
+
+class DirectoryLock:
+    """Lock on ``.lock`` in a directory, held from construction to ``release`` or the end of the process.
+
+    Args:
+        folder: An existing directory.
+        wait_s: Seconds to wait for a holder that may be dead already; None: 10 s for one on this machine, 120 s for one
+            on another machine.
+
+    Raises (at construction):
+        ConfigError: Another live process holds the lock.
+    """
+
+    def __init__(self, folder: Path, wait_s: float | None = None):
+        self._file: IO[str] = open(folder / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 (held until release)
+        try:
+            self._acquire(folder, wait_s)
+        except BaseException:
+            self._file.close()
+            raise
+        holder = {"process": os.getpid(), "host": platform.node(), "since": datetime.now(UTC).isoformat("T", "seconds")}
+        self._file.truncate(0)
+        self._file.write(json.dumps(holder) + "\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Release the lock, so that another run may use the directory."""
+        self._file.close()
+
+    def _acquire(self, folder: Path, wait_s: float | None) -> None:
+        started, is_logged = time.monotonic(), False
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                holder = self._read_holder()
+            except OSError as error:
+                logger.warning(
+                    "%s: its file system has no locks (%s); make sure that only one run uses it", folder, error
+                )
+                return
+            is_local = holder.get("host") == platform.node()
+            limit_s = wait_s if wait_s is not None else _LOCAL_WAIT_S if is_local else _REMOTE_WAIT_S
+            if (is_local and _is_alive(holder.get("process"))) or time.monotonic() - started >= limit_s:
+                raise ConfigError(
+                    f"output_dir={folder}: another run is writing to it ({_describe_holder(holder)}). "
+                    "Use another directory, or stop that run first."
+                )
+            if not is_logged:
+                is_logged = True
+                logger.info("%s is locked by %s; waiting up to %.0f s", folder, _describe_holder(holder), limit_s)
+            time.sleep(0.2)
+
+    def _read_holder(self) -> dict[str, Any]:
+        self._file.seek(0)
+        try:
+            holder = json.loads(self._file.read())
+        except ValueError:  # not written yet
+            return {}
+        return holder if isinstance(holder, dict) else {}
+
+
+def _describe_holder(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "unknown process"
+    return f"process {holder.get('process')} on {holder.get('host')}, since {holder.get('since')}"
+
+
+def _is_alive(process: Any) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, TypeError, ValueError):
+        return True
+    return True
 
 
 def find_typed_command(command_lines: Sequence[Sequence[str]] | None = None) -> list[str] | None:
@@ -292,6 +443,8 @@ def find_typed_command(command_lines: Sequence[Sequence[str]] | None = None) -> 
             the system.
     """
     if command_lines is None:
+        import psutil
+
         own = psutil.Process()
         with contextlib.suppress(psutil.Error):
             command_lines = [process.cmdline() for process in (own, own.parent()) if process is not None]
