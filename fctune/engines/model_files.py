@@ -9,6 +9,7 @@ from fctune.base.errors import ConfigError
 from fctune.config.parsing import suggest_hub_name
 from fctune.models.adapter_base import read_base
 from fctune.models.hub import resolve_model_dir
+from fctune.runs.directory import RunFiles
 
 
 class ModelFiles(NamedTuple):
@@ -115,9 +116,7 @@ def _find_base(adapter_dir: Path) -> Path:
 def _describe_ending(run_dir: Path) -> str:
     files = RunFiles(run_dir)
     ended = files.read_exit()
-    ending = (
-        "It has not ended, or was killed." if ended is None else f"It ended with: {ended.get('reason', 'no reason')}"
-    )
+    ending = f"It ended with: {ended.get('reason')}" if ended else "It has not ended, or was killed."
     return ending + _hint_elastic(files.checkpoints)
 
 

@@ -53,7 +53,7 @@ class RunFiles:
     @property
     def run(self) -> Path:
         """What the run was asked to do, and what it found out, as one JSON object."""
-        return self.run
+        return self.path / "run.json"
 
     @property
     def exit(self) -> Path:

@@ -8,7 +8,6 @@ from typing import Any
 
 from fctune.apps.plan.prices import CURRENCY, NETWORK_GIB, Cost, Price, Prices, compute_cost, read_prices
 from fctune.base.gpus import GPUS
-from fctune.runs.directory import RunFiles
 from fctune.runs.leftovers import count_bytes
 from fctune.runs.record import MetricsFile, RunRecord
 from fctune.runs.time_use import TimeUse, account_for_time
@@ -109,7 +108,7 @@ def describe_run(record: RunRecord, pricing: Pricing | None = None) -> Figures:
         currency=currency,
         prices=prices,
         files_gib=count_bytes(record.path) / 2**30,
-        export_gib=count_bytes(RunFiles(record.path).export) / 2**30,
+        export_gib=count_bytes(record.files.export) / 2**30,
         num_nodes=num_nodes,
         network_gib=num_nodes * pricing.network_gib,
     )

@@ -253,6 +253,11 @@ class RunRecord:
         return f"{path.parent.name}/{path.name}" if path.name == "run" else path.name
 
     @property
+    def files(self) -> RunFiles:
+        """The files of the run."""
+        return RunFiles(self.path)
+
+    @property
     def config(self) -> dict[str, Any]:
         """Config of the run as nested plain values; empty without ``run.json``."""
         config: dict[str, Any] = self.run.get("config", {})
@@ -309,8 +314,7 @@ class RunRecord:
         """Time at which the run ended; of a running or killed run, its last write."""
         if self.exit is not None and (finished_at := _parse_time(self.run.get("finished_at"))) is not None:
             return finished_at
-        files = RunFiles(self.path)
-        for file in (files.exit, files.metrics):
+        for file in (self.files.exit, self.files.metrics):
             if file.exists():
                 return datetime.fromtimestamp(file.stat().st_mtime, UTC)
         return None
@@ -321,7 +325,7 @@ class RunRecord:
         Raises:
             DataError: A file is not one that a run writes.
         """
-        files = RunFiles(self.path)
+        files = self.files
         self.run = _read_object(files.run, _RUN_SCHEMA) or {}
         self.exit = _read_object(files.exit, _EXIT_SCHEMA)
         self.alerts = _read_alerts(files.alerts)

@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any, Literal
 
 from fctune.config.sections.success import SuccessConfig
-from fctune.runs.directory import RunFiles
 from fctune.runs.figures import FINAL_STEPS, describe_run, flatten_config
 from fctune.runs.record import RunRecord, find_files_of_run
 
@@ -166,7 +165,7 @@ def _judge_trainable(record: RunRecord, expected: int) -> Criterion:
 
 def _measure_export(record: RunRecord) -> float | None:
     """Return the size of the exported merged model in GB; None without one."""
-    sizes = [file.stat().st_size for file in (RunFiles(record.path).export / "merged").glob("*") if file.is_file()]
+    sizes = [file.stat().st_size for file in (record.files.export / "merged").glob("*") if file.is_file()]
     return sum(sizes) / 1e9 if sizes else None
 
 
@@ -188,7 +187,7 @@ def _judge_final_checkpoint(record: RunRecord) -> Criterion:
     name, last = "final checkpoint", record.num_steps
     if record.exit is None:
         return Criterion(name, "", "not measured", None, "the run has not ended")
-    link = RunFiles(record.path).checkpoints / "final"
+    link = record.files.checkpoints / "final"
     saved = [one for one in record.checkpoints if one.name == link.resolve().name]
     if not saved:
         return Criterion(name, "", "FAIL", None, f"{link} is not a complete checkpoint")

@@ -241,7 +241,7 @@ def open_run(config: RunConfig, world: World) -> Run:
         ConfigError: The directory cannot be written or is in use by another run.
     """
     store = CheckpointStore(
-        RunFiles(Path(config.output_dir)).checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_every_n_steps
+        RunFiles(config.output_dir).checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_every_n_steps
     )
     peers = distributed.all_gather_objects(describe_process(world.rank))
     run = Run(config, RunDirectory(config.output_dir), store, world, peers)

@@ -31,7 +31,6 @@ from fctune.pages.page import (
     make_facts,
 )
 from fctune.pages.run_text import describe_method, format_bounds, format_number, format_seconds, format_value
-from fctune.runs.directory import RunFiles
 from fctune.runs.figures import Figures
 from fctune.runs.record import RunRecord
 from fctune.runs.success import Criterion, CriterionStatus
@@ -318,7 +317,7 @@ def _iter_examples(record: RunRecord) -> Iterator[dict[str, Any]]:
     last = len(answered) - 1
     places = range(_NUM_SHOWN_STEPS) if answered else ()
     wanted = sorted({answered[round(i * last / (_NUM_SHOWN_STEPS - 1))] for i in places})
-    for step, rows in _read_groups(RunFiles(record.path).rollouts, wanted).items():
+    for step, rows in _read_groups(record.files.rollouts, wanted).items():
         best = max(rows, key=lambda row: row["reward"])
         worst = min(rows, key=lambda row: row["reward"])
         for row in (best, worst) if worst["reward"] < best["reward"] else (best,):

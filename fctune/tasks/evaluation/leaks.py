@@ -12,6 +12,7 @@ from fctune.config.sections.rollouts import ENVIRONMENT, RECORDED
 from fctune.data.conversation import Conversation, Message
 from fctune.data.sources import read_source, scan_source
 from fctune.data.sources.columns import Columns
+from fctune.runs.directory import RunFiles
 from fctune.tasks.evaluation.cases import AnyCase, Case
 from fctune.tasks.evaluation.suites import load_suite
 
