@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 from typing import Any
 
 from fctune.base.errors import ConfigError
+from fctune.base.processes import run_command
 from fctune.base.terminal import escape_controls
 from fctune.cli.parser import add_template_args_argument
 
@@ -85,12 +85,12 @@ def require_vllm(python: str, option: str = "--python") -> None:
     """
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        done = subprocess.run([python, "-c", look], capture_output=True, check=False)
+        done = run_command([python, "-c", look])
     except OSError as error:
         raise ConfigError(
             f"{option} {python}: cannot be started ({error.strerror}). Pass the Python of an environment with vLLM."
         ) from None
-    if done.returncode:
+    if done.code != 0:
         raise ConfigError(
             f"{python} has no vLLM. Install it in an environment of its own (pip install vllm), and pass {option} "
             "THAT/bin/python."

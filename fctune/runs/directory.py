@@ -73,7 +73,7 @@ class RunFiles:
     @property
     def alerts(self) -> Path:
         """Alerts: one JSON object each."""
-        return self.alerts
+        return self.path / "alerts.jsonl"
 
     @property
     def rollouts(self) -> Path:

@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from fctune.apps.plan.models import find_architecture, shape_model
 from fctune.apps.plan.storage import plan_storage
 from fctune.base.errors import ConfigError, DataError
 from fctune.base.files import format_bytes
-from fctune.base.launcher_watch import stop_with_parent
 from fctune.base.network import find_interface
+from fctune.base.processes import run_command
 from fctune.config.run_length import find_length_warnings
 from fctune.config.schema import RunConfig
 from fctune.runs.device import read_device
@@ -222,15 +221,9 @@ def _check_driver() -> list[Problem]:
 def _check_kernels(num_gpus: int) -> list[Problem]:
     """Run kernels on each GPU, in a process of its own, which is abandoned if a GPU hangs."""
     command = [sys.executable, "-P", "-c", _PROBE, str(num_gpus)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=stop_with_parent()
-    )
-    try:
-        output, ending = process.communicate(timeout=_PROBE_S)[0], f"its process ended with code {process.returncode}"
-    except subprocess.TimeoutExpired as error:
-        process.kill()  # without waiting for it: the driver may hold it
-        output, ending = error.output or b"", f"no result after {_PROBE_S:g} s"
-    results = output.decode(errors="replace").splitlines()
+    done = run_command(command, limit_s=_PROBE_S)
+    ending = f"no result after {_PROBE_S:g} s" if done.code is None else f"its process ended with code {done.code}"
+    results = done.output.text.splitlines()
     results = results if len(results) == num_gpus else [*results, ending]
     return [
         Problem(

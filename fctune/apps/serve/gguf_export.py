@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from fctune.apps.serve.gguf_pre_tokenizers import find_pre_tokenizer
 from fctune.apps.serve.ollama import make_modelfile
 from fctune.base.errors import ConfigError, DataError
 from fctune.base.files import write_atomically
+from fctune.base.processes import Finished, run_command
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic import iter_cases
@@ -189,7 +189,7 @@ def _convert(model_dir: Path, template: ChatTemplate, out: Path, gguf_type: str)
     try:
         words = [str(model_dir), str(source), first_type, add_bos]
         done = _run("gguf_convert", *words)
-        if done.returncode == _UNKNOWN_PRE_TOKENIZER:
+        if done.code == _UNKNOWN_PRE_TOKENIZER:
             done = _run("gguf_convert", *words, find_pre_tokenizer(model_dir))
         _require_success(done, f"{model_dir}: llama.cpp's converter failed")
         if is_quantised:
@@ -229,7 +229,7 @@ def _require_same_tokens(path: Path, template: ChatTemplate, texts: Sequence[str
     done = _run("gguf_library", "tokenize", str(path), given="".join(json.dumps(text) + "\n" for text in texts))
     _require_success(done, f"{template.model_dir}: llama.cpp cannot load it")
     ours = [template.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    theirs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    theirs = [json.loads(line) for line in done.output.text.splitlines() if line.startswith("[")]
     if num_different := sum(one != other for one, other in zip(ours, theirs, strict=True)):
         raise ConfigError(
             f"{template.model_dir}: llama.cpp tokenises {num_different} of {len(ours)} prompts differently, so it "
@@ -237,18 +237,11 @@ def _require_same_tokens(path: Path, template: ChatTemplate, texts: Sequence[str
         )
 
 
-def _run(worker: str, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+def _run(worker: str, *words: str, given: str = "") -> Finished:
     script = Path(__file__).with_name(f"{worker}.py")
-    command = [sys.executable, "-P", str(script), *words]
-    # Vocabularies that llama.cpp prints hold parts of characters.
-    return subprocess.run(command, input=given, capture_output=True, text=True, encoding="utf-8", errors="replace")
+    return run_command([sys.executable, "-P", str(script), *words], given.encode("utf-8", "replace"))
 
 
-def _require_success(done: subprocess.CompletedProcess[str], what: str) -> None:
-    if done.returncode != 0:
-        raise ConfigError(f"{what} ({_find_reason(done)}).")
-
-
-def _find_reason(done: subprocess.CompletedProcess[str]) -> str:
-    lines: Sequence[str] = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else f"exit code {done.returncode}"
+def _require_success(done: Finished, what: str) -> None:
+    if done.code != 0:
+        raise ConfigError(f"{what} ({done.errors.last_line[:300] or f'exit code {done.code}'}).")

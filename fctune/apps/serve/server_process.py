@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from types import FrameType
 
 import httpx
 
 from fctune.base.errors import ConfigError
-from fctune.base.launcher_watch import stop_with_parent
+from fctune.base.processes import Child
 
 _POLL_S = 0.5
 _GRACE_S = 30.0
@@ -63,7 +61,7 @@ def run_server(
         try:
             started = time.monotonic()
             is_announced = False
-            while not signals and process.poll() is None:
+            while not signals and (code := process.code) is None:
                 if not is_announced and _is_healthy(client, f"http://{host}:{port}/health"):
                     announce(time.monotonic() - started)
                     is_announced = True
@@ -72,7 +70,8 @@ def run_server(
                 time.sleep(_POLL_S)
             if signals:
                 return
-            ending = _describe_ending(process)
+            assert code is not None
+            ending = _describe_ending(code)
             if not is_announced:
                 raise ConfigError(f"the server {ending} before it was healthy; its output is above.")
             raise ServerEndedError(
@@ -80,7 +79,7 @@ def run_server(
             )
         finally:
             client.close()
-            _end(process)
+            process.end(_GRACE_S)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -101,9 +100,9 @@ def _require_free(port: int) -> None:
             raise ConfigError(f"--port {port}: cannot listen on it ({error.strerror}). Choose another port.") from None
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> Child:
     try:
-        return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=stop_with_parent())
+        return Child(command, environment, stdin=None)
     except OSError as error:
         raise ConfigError(f"{command[0]}: cannot be started ({error.strerror}).") from None
 
@@ -115,24 +114,8 @@ def _is_healthy(client: httpx.Client, url: str) -> bool:
         return False
 
 
-def _describe_ending(process: subprocess.Popen[bytes]) -> str:
-    code = process.returncode
+def _describe_ending(code: int) -> str:
     if code >= 0:
         return f"ended with code {code}"
     known = {number.value: number.name for number in signal.Signals}
     return f"was killed by signal {known.get(-code, -code)}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the server with the processes that it started: asked first, then killed."""
-    if process.poll() is None:
-        _signal_group(process, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-    _signal_group(process, signal.SIGKILL)
-    process.wait()
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    with suppress(ProcessLookupError):  # nothing of the group is left
-        os.killpg(process.pid, number)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 
 from fctune.apps.sweep.study import Study, SweepRun
 from fctune.base.errors import ConfigError
-from fctune.base.launcher_watch import stop_with_parent
+from fctune.base.processes import Child
 from fctune.config.loading import read_environment
 from fctune.runs.directory import RunFiles
 
@@ -47,7 +45,7 @@ class LocalLauncher:
                 f"use at most {share}, or fewer runs at once."
             )
         self._slots = [",".join(gpus[slot * share : slot * share + self._nproc]) for slot in range(spec.at_once)]
-        self._children: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
+        self._children: dict[str, tuple[Child, int]] = {}
 
     def count_free(self) -> int:
         """Return how many runs can be started now."""
@@ -60,7 +58,7 @@ class LocalLauncher:
     def submit(self, runs: Sequence[SweepRun]) -> None:
         """Start a process for each run, with its share of the GPUs and cores."""
         for run in runs:
-            taken = {slot for child, slot in self._children.values() if child.poll() is None}
+            taken = {slot for child, slot in self._children.values() if child.code is None}
             slot = next(number for number in range(self._at_once) if number not in taken)
             threads = max(1, (os.cpu_count() or 1) // (self._at_once * self._nproc))
             environment = {"OMP_NUM_THREADS": str(threads)} | read_environment()
@@ -68,20 +66,13 @@ class LocalLauncher:
                 environment["CUDA_VISIBLE_DEVICES"] = self._slots[slot]
             options = ["--config", str(self._study.config_path(run)), "--nproc", str(self._nproc)]
             with open(self._study.log_path(run), "ab") as log:
-                child = subprocess.Popen(
-                    [*self.command, *options],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
-                    preexec_fn=stop_with_parent(),
-                )
+                # In a session of its own: Ctrl-C reaches this process alone, which passes it on once.
+                child = Child([*self.command, *options], environment, stdout=log, stderr=subprocess.STDOUT)
             self._children[run.attempts[-1].job] = child, slot
 
     def list_active(self) -> set[str]:
         """Return the running attempts, among them those that an earlier start of this sweep left."""
-        active = {job for job, (child, _) in self._children.items() if child.poll() is None}
+        active = {job for job, (child, _) in self._children.items() if child.code is None}
         for run in self._study.list_with("running"):
             job = run.attempts[-1].job
             if job not in self._children and RunFiles(self._study.run_dir(run)).is_locked():
@@ -91,7 +82,7 @@ class LocalLauncher:
     def exit_code(self, run: SweepRun) -> int | None:
         """Return the exit code of a run's process; None if an earlier start of this sweep began it."""
         child = self._children.get(run.attempts[-1].job)
-        return None if child is None else child[0].poll()
+        return None if child is None else child[0].code
 
     def pull(self, runs: Sequence[SweepRun]) -> None:
         """Do nothing: the runs write to this machine."""
@@ -102,16 +93,15 @@ class LocalLauncher:
 
     def stop_all(self) -> None:
         """Ask every process to save and end, and wait; interrupted once more, kill them."""
-        running = [child for child, _ in self._children.values() if child.poll() is None]
+        running = [child for child, _ in self._children.values() if child.code is None]
         try:
             for child in running:
-                child.terminate()
+                child.ask_to_end()
             for child in running:
                 child.wait()
         except KeyboardInterrupt:
             for child in running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
+                child.kill_group()
             raise
 
 

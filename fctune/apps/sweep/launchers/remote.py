@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fctune.apps.sweep.study import Study, SweepRun
 from fctune.base.errors import ConfigError
+from fctune.base.processes import Finished, run_command
 from fctune.config.loading import read_environment
 from fctune.runs.directory import RunFiles
 from fctune.training.env_overrides import ENV_OVERRIDES
@@ -42,20 +41,12 @@ class RemoteLauncher:
     def stop_all(self) -> None:
         """Do nothing: jobs continue without this process."""
 
-    def _run(self, command: Sequence[str], timeout_s: float, **more: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end; one that takes too long is killed and ends with 124, as under timeout(1)."""
-        try:
-            return subprocess.run(
-                command,
-                env=self._environment | more,
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                stdin=subprocess.DEVNULL,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return subprocess.CompletedProcess(command, 124, "", f"no answer within {timeout_s:g} s")
+    def _run(self, command: Sequence[str], timeout_s: float, **more: str) -> Finished:
+        """Run a command to its end; one that takes too long is killed, and its last line says so."""
+        done = run_command(command, limit_s=timeout_s, environment=self._environment | more)
+        if done.code is None:
+            done.errors.add(f"\nno answer within {timeout_s:g} s\n".encode())
+        return done
 
 
 def require(command: str, key: str, remedy: str) -> None:
@@ -72,7 +63,6 @@ def require_file(path: str, key: str) -> None:
         )
 
 
-def find_last_line(done: subprocess.CompletedProcess[str]) -> str:
+def find_last_line(done: Finished) -> str:
     """Return the last line that a failed command printed, else its exit code."""
-    lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
-    return lines[-1] if lines else f"exit code {done.returncode}"
+    return done.errors.last_line or done.output.last_line or f"exit code {done.code}"

@@ -52,8 +52,8 @@ class SkyLauncher(RemoteLauncher):
             command += [self._launcher.task, "--env", f"CONFIG={config}", *self._launcher.options]
             done = self._run(command, SUBMIT_LIMIT_S)
             with open(self._study.log_path(run), "a", encoding="utf-8") as log:
-                log.write(done.stdout + done.stderr)
-            if done.returncode:
+                log.write(done.output.text + done.errors.text)
+            if done.code != 0:
                 raise ConfigError(
                     f"sky jobs launch failed: {find_last_line(done)} (full output: {self._study.log_path(run)})"
                 )
@@ -61,8 +61,9 @@ class SkyLauncher(RemoteLauncher):
     def list_active(self) -> set[str] | None:
         """Return the names of the jobs that have not ended."""
         done = self._run(["sky", "jobs", "queue", "--skip-finished", "--all", "--output", "json"], SUBMIT_LIMIT_S)
+        shown = done.output.text
         try:
-            jobs = json.loads(done.stdout[done.stdout.index("[") :]) if done.returncode == 0 else None
+            jobs = json.loads(shown[shown.index("[") :]) if done.code == 0 else None
             return None if jobs is None else {str(job["job_name"]) for job in jobs}
         except (ValueError, KeyError, TypeError):
             return None
@@ -87,5 +88,5 @@ class SkyLauncher(RemoteLauncher):
 
     def _rsync(self, words: Sequence[str], is_needed: bool = True) -> None:
         done = self._run(["rsync", "--archive", *words], SUBMIT_LIMIT_S)
-        if done.returncode and is_needed:
+        if done.code != 0 and is_needed:
             raise ConfigError(f"launcher.host={self._host}: rsync failed: {find_last_line(done)}")

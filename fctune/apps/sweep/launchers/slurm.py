@@ -49,10 +49,10 @@ class SlurmLauncher(RemoteLauncher):
                 self._launcher.script,
             ]
             done = self._run(command, COMMAND_LIMIT_S, FCTUNE_SWEEP=str(self._study.path))
-            if done.returncode:
+            if done.code != 0:
                 raise ConfigError(f"sbatch failed: {find_last_line(done)}")
 
     def list_active(self) -> set[str] | None:
         """Return the tasks in the queue as ``NAME_TASK``."""
         done = self._run(["squeue", "--me", "--array", "--noheader", "--format=%j_%K"], COMMAND_LIMIT_S)
-        return set(done.stdout.split()) if done.returncode == 0 else None
+        return set(done.output.text.split()) if done.code == 0 else None
