@@ -33,7 +33,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from fctune.apps.serve.server_agreement import find_host, require_agreement
+    from fctune.apps.serve.server import find_host, require_agreement
     from fctune.engines.vllm_options import RUN_TIME_ADAPTERS, server_options
 
     if not 1 <= arguments.port <= 65535:
@@ -57,7 +57,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.print_only:
         return 0
     require_vllm(arguments.python)
-    from fctune.apps.serve.server_process import ServerEndedError, run_server
+    from fctune.apps.serve.server import ServerEndedError, run_server
 
     host = find_host(further)
     url = f"http://{host}:{arguments.port}/v1"

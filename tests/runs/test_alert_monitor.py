@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fctune.runs.alert_monitor import AlertMonitor
 from fctune.runs.alerts import Alert
 from fctune.runs.record import read_run
+from fctune.runs.sinks import AlertMonitor
 from tests.runs.sample_runs import make_run
 
 

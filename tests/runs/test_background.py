@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from fctune.runs.alerts import Alert
-from fctune.runs.background import BackgroundSink
-from fctune.runs.sinks import JsonlSink, SinkGroup
+from fctune.runs.sinks import BackgroundSink, JsonlSink, SinkGroup
 
 ALERT = Alert("disk", 3, 0.01, 0.05, "full")
 

@@ -12,11 +12,11 @@ import pytest
 from fctune.base.errors import DataError
 from fctune.checkpoint.files import FileRecord
 from fctune.checkpoint.store import CheckpointStore
-from fctune.runs.alert_monitor import AlertMonitor
 from fctune.runs.alerts import Alert
 from fctune.runs.directory import RunDirectory
+from fctune.runs.figures import account_for_time
 from fctune.runs.record import MetricsFile, read_run
-from fctune.runs.time_use import account_for_time
+from fctune.runs.sinks import AlertMonitor
 from tests.runs.sample_runs import change_run, make_config, make_run, make_steps, tear, write_steps
 
 

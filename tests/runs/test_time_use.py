@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from fctune.runs.figures import PART_DESCRIPTIONS, account_for_time
 from fctune.runs.record import RunRecord, read_run
-from fctune.runs.time_use import PART_DESCRIPTIONS, account_for_time
 
 START = "2026-01-01T00:00:00Z"
 

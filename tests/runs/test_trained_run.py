@@ -57,7 +57,7 @@ def test_the_command_and_the_device_are_recorded_and_on_the_page(ended: dict[str
 
 
 def test_the_times_of_a_real_run_add_up(ended: dict[str, Any]) -> None:
-    from fctune.runs.time_use import account_for_time
+    from fctune.runs.figures import account_for_time
 
     record = read_run(ended["path"])
     time = account_for_time(record)

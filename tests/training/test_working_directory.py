@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fctune.apps.sweep.launchers.local import LocalLauncher
+from fctune.apps.sweep.launchers import LocalLauncher
 from fctune.base.launcher_watch import protect_imports, user_environment
 from fctune.training.launcher import launch_recipe
 from tests.conftest import ROOT

@@ -15,8 +15,7 @@ import jsonschema
 
 from fctune.apps.acceptance.config import AcceptanceConfig
 from fctune.apps.acceptance.devices import UNIFORM
-from fctune.apps.acceptance.judge import Check, Samples, decide
-from fctune.apps.acceptance.link_checks import list_bandwidths
+from fctune.apps.acceptance.judge import Check, Samples, decide, list_bandwidths
 from fctune.apps.acceptance.metrics import METRICS
 from fctune.base.errors import ConfigError
 from fctune.base.files import write_atomically

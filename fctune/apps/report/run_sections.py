@@ -31,10 +31,9 @@ from fctune.pages.page import (
     make_facts,
 )
 from fctune.pages.run_text import describe_method, format_bounds, format_number, format_seconds, format_value
-from fctune.runs.figures import Figures
+from fctune.runs.figures import PART_DESCRIPTIONS, Figures
 from fctune.runs.record import RunRecord
 from fctune.runs.success import Criterion, CriterionStatus
-from fctune.runs.time_use import PART_DESCRIPTIONS
 from fctune.tasks.evaluation.accuracy import Accuracy
 from fctune.tasks.evaluation.judging import is_valid
 from fctune.tasks.evaluation.published import Published

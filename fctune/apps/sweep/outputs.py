@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.sweep.driver import read_record
-from fctune.apps.sweep.halving import measure
+from fctune.apps.sweep.driver import measure, read_record
 from fctune.apps.sweep.sampling import describe_settings, short_names
 from fctune.apps.sweep.study import STOPPED, Status, Study, SweepRun
 from fctune.base.files import write_atomically

@@ -10,8 +10,7 @@ import pytest
 
 from fctune.apps.acceptance.checks import PHASES, judge_run
 from fctune.apps.acceptance.config import AcceptanceConfig, ThresholdConfig
-from fctune.apps.acceptance.judge import Check, decide
-from fctune.apps.acceptance.link_checks import list_bandwidths
+from fctune.apps.acceptance.judge import Check, decide, list_bandwidths
 from fctune.apps.acceptance.metrics import CHECKS, METRICS
 from fctune.apps.acceptance.watch import EarlyEnd
 from tests.apps.acceptance.samples import HOSTS, all_pairs, collectives, compute, disk, identity

@@ -18,11 +18,11 @@ from fctune.apps.plan.prices import Price, Prices, read_prices
 from fctune.apps.report.run_page import write_run_html
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.success import SuccessConfig
-from fctune.runs.alert_monitor import AlertMonitor
 from fctune.runs.alerts import Alert
 from fctune.runs.directory import RunDirectory
 from fctune.runs.figures import Pricing
 from fctune.runs.record import read_run
+from fctune.runs.sinks import AlertMonitor
 from fctune.runs.success import judge_run
 from fctune.tasks.evaluation.accuracy import find_accuracies, list_totals
 from fctune.tasks.evaluation.cases import Suite

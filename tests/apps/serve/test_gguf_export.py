@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from fctune.apps.demo.tokenizer import train_tokenizer
 from fctune.apps.serve import gguf_export
-from fctune.apps.serve.gguf_pre_tokenizers import find_pre_tokenizer
+from fctune.apps.serve.gguf_export import find_pre_tokenizer
 from fctune.base.errors import ConfigError
 from fctune.cli import main
 from tests.conftest import TINY_BASE

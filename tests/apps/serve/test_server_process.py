@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fctune.apps.serve.server_process import ServerEndedError, run_server
+from fctune.apps.serve.server import ServerEndedError, run_server
 from fctune.base.errors import ConfigError
 from fctune.cli import main
 from tests.conftest import ROOT, TINY_BASE
@@ -37,7 +37,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 RUN = """
 import sys
-from fctune.apps.serve.server_process import run_server
+from fctune.apps.serve.server import run_server
 command = [sys.executable, "-c", sys.argv[3], sys.argv[1], sys.argv[2]]
 sys.exit(run_server(command, int(sys.argv[1]), lambda seconds: print(f"ready {seconds:.1f}", flush=True)))
 """

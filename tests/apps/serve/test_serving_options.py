@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks.templates import SPECIAL, find_templates
-from fctune.apps.serve.server_agreement import find_host, require_agreement
+from fctune.apps.serve.server import find_host, require_agreement
 from fctune.base.errors import ConfigError
 from fctune.calls.formats.registry import detect_format
 from fctune.calls.server_parsers import find_server_parsers, write_server_parsers

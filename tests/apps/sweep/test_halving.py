@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fctune.apps.sweep.halving import Progress, choose_worst, find_rung, measure
+from fctune.apps.sweep.driver import Progress, choose_worst, find_rung, measure
 from fctune.apps.sweep.spec import EarlyStopConfig
 from fctune.runs.record import MetricsFile
 
