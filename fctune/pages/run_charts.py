@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from fctune.pages.page import Chart, Group, Mark, Page, Series
 from fctune.runs.record import Column, RunRecord
@@ -16,34 +17,35 @@ _SMOOTH = 40
 _UNEQUAL = 4  # times as many steps as the shortest run, from which on the axis of steps is logarithmic
 _MAX_FAMILY = 6  # curves of one family of metrics; more would cover each other
 
-# Charts as (title, unit, logarithmic axis, metric -> name). A metric with * is a family; that part names its members.
+
+class _Curves(NamedTuple):
+    """A chart: metric -> name. A metric with * is a family; that part names its members."""
+
+    title: str
+    metrics: dict[str, str]
+    unit: str = ""
+    is_log: bool = False
+
+
 # Comparisons of runs draw the first metric of each.
-_CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
-    ("Loss", "nats/token", True, {"loss": "training, smoothed", "validation_loss": "validation"}),
-    (
+_CURVES = (
+    _Curves("Loss", {"loss": "training, smoothed", "validation_loss": "validation"}, "nats/token", is_log=True),
+    _Curves(
         "Preference accuracy",
-        "share of pairs",
-        False,
         {"reward_accuracy": "training", "validation_reward_accuracy": "validation"},
+        "share of pairs",
     ),
-    (
-        "Reward margin",
-        "",
-        False,
-        {"reward_margin": "training", "validation_reward_margin": "validation"},
-    ),
-    ("Reward", "", False, {"reward_mean": "mean of the answers"}),
-    ("Answers that are right", "share", False, {"pass_rate": "all", "pass_rate/*": "*"}),
-    ("Groups to learn from", "groups", False, {"groups/*": "*", "groups_dropped": "dropped"}),
-    ("Length of answers", "tokens", False, {"answer_tokens_mean": "mean"}),
-    ("Entropy", "nats/token", False, {"entropy": "estimate"}),
-    ("Probability in training over generation", "ratio", False, {"ratio_mean": "mean", "ratio_max": "largest"}),
-    ("Clipped tokens", "share", False, {"clip_share": "by the loss", "ratio_capped_share": "weight at the cap"}),
-    ("Staleness", "updates", False, {"staleness": "oldest answer"}),
-    (
+    _Curves("Reward margin", {"reward_margin": "training", "validation_reward_margin": "validation"}),
+    _Curves("Reward", {"reward_mean": "mean of the answers"}),
+    _Curves("Answers that are right", {"pass_rate": "all", "pass_rate/*": "*"}, "share"),
+    _Curves("Groups to learn from", {"groups/*": "*", "groups_dropped": "dropped"}, "groups"),
+    _Curves("Length of answers", {"answer_tokens_mean": "mean"}, "tokens"),
+    _Curves("Entropy", {"entropy": "estimate"}, "nats/token"),
+    _Curves("Probability in training over generation", {"ratio_mean": "mean", "ratio_max": "largest"}, "ratio"),
+    _Curves("Clipped tokens", {"clip_share": "by the loss", "ratio_capped_share": "weight at the cap"}, "share"),
+    _Curves("Staleness", {"staleness": "oldest answer"}, "updates"),
+    _Curves(
         "Answers of a batch",
-        "",
-        False,
         {
             "answers": "asked",
             "answers_trained": "trained",
@@ -52,48 +54,46 @@ _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
             "answers_rejected": "unusable, asked again",
         },
     ),
-    ("Log-probability of answers", "nats", False, {"logps_chosen": "chosen", "logps_rejected": "rejected"}),
-    (
+    _Curves("Log-probability of answers", {"logps_chosen": "chosen", "logps_rejected": "rejected"}, "nats"),
+    _Curves(
         "Tool-call accuracy while training",
-        "share",
-        False,
         {
             "eval_accuracy": "accuracy",
             "eval_accuracy_low": "lower bound, 95 %",
             "eval_accuracy_high": "upper bound, 95 %",
         },
+        "share",
     ),
-    ("Throughput", "tokens/s", False, {"tokens_per_s": "all ranks"}),
-    (
+    _Curves("Throughput", {"tokens_per_s": "all ranks"}, "tokens/s"),
+    _Curves(
         "Step time",
-        "s",
-        False,
         {
             "step_time_s": "step",
             "data_time_s": "waiting for data",
             "save_wait_s": "waiting for saves",
             "generation_time_s": "generating and judging",
         },
+        "s",
     ),
-    (
+    _Curves(
         "Memory",
-        "GiB",
-        False,
         {
             "peak_memory_gib": "peak, rank 0",
             "peak_memory_max_gib": "peak, any rank",
             "memory_reserved_gib": "reserved",
             "memory_active_gib": "in use",
         },
+        "GiB",
     ),
-    ("GPU utilization", "share", False, {"gpu_utilization": "mean over ranks", "gpu_utilization_min": "lowest rank"}),
-    ("Model FLOPs utilization", "share of dense bf16", False, {"mfu": "MFU"}),
-    ("Hottest GPU", "degrees C", False, {"gpu_temperature_c": "temperature"}),
-    ("Power of all GPUs", "W", False, {"gpu_power_w": "power"}),
-    ("Gradient norm", "", True, {"grad_norm": "before clipping"}),
-    ("Learning rate", "", False, {"lr": "learning rate"}),
-    ("Slowest rank", "times the median", False, {"compute_skew": "compute time"}),
+    _Curves("GPU utilization", {"gpu_utilization": "mean over ranks", "gpu_utilization_min": "lowest rank"}, "share"),
+    _Curves("Model FLOPs utilization", {"mfu": "MFU"}, "share of dense bf16"),
+    _Curves("Hottest GPU", {"gpu_temperature_c": "temperature"}, "degrees C"),
+    _Curves("Power of all GPUs", {"gpu_power_w": "power"}, "W"),
+    _Curves("Gradient norm", {"grad_norm": "before clipping"}, is_log=True),
+    _Curves("Learning rate", {"lr": "learning rate"}),
+    _Curves("Slowest rank", {"compute_skew": "compute time"}, "times the median"),
 )
+_VALIDATION = _Curves("Validation loss", {"validation_loss": "validation"}, "nats/token", is_log=True)
 # Chart that each alert is marked on; the others, such as a full disk, are only listed.
 _ALERT_CHARTS = {
     "loss_spike": "Loss",
@@ -102,7 +102,6 @@ _ALERT_CHARTS = {
     "no_progress": "Step time",
     "straggler": "Slowest rank",
 }
-_VALIDATION = ("Validation loss", "nats/token", True, {"validation_loss": "validation"})
 _LEAD = "Long runs are thinned out: the lowest and the highest value of each range of steps are drawn."
 _MARKS_LEGEND = (
     "A dashed line is a restart, a triangle at the top an alert about what the chart shows, one at the bottom a "
@@ -139,7 +138,7 @@ def add_run_charts(page: Page, names: Sequence[str], records: Sequence[RunRecord
     is_single = len(records) == 1
     lengths = [record.metrics.steps[-1] for record in records if record.metrics.steps]
     is_log_steps = not is_single and max(lengths, default=0) >= _UNEQUAL * min(lengths, default=0)
-    for title, unit, is_log, metrics in _CURVES if is_single else (_CURVES[0], _VALIDATION, *_CURVES[1:]):
+    for title, metrics, unit, is_log in _CURVES if is_single else (_CURVES[0], _VALIDATION, *_CURVES[1:]):
         curves: list[Curve] = []
         for name, record in zip(names, records, strict=True):
             for metric, label in find_metrics(record, metrics if is_single else dict([next(iter(metrics.items()))])):
