@@ -31,7 +31,7 @@ from fctune.pages.page import (
 )
 from tests.pages.browser import needs_chromium, open_page, take_screenshot
 
-DEFECTS = Path(__file__).parents[2] / "data" / "fixtures" / "defects.jsonl"
+DEFECTS = Path(__file__).parents[1] / "data" / "fixtures" / "defects.jsonl"
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;'
 
 

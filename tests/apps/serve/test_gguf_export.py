@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections import namedtuple
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -17,6 +16,7 @@ from fctune.apps.demo.tokenizer import train_tokenizer
 from fctune.apps.serve import gguf_export
 from fctune.apps.serve.gguf_export import find_pre_tokenizer
 from fctune.base.errors import ConfigError
+from fctune.base.processes import Finished, Output
 from fctune.cli import main
 from tests.conftest import TINY_BASE
 
@@ -137,12 +137,16 @@ def test_a_disk_without_room_and_a_folder_that_cannot_be_written_are_named(
 
 
 @pytest.mark.usefixtures("installed")
+def finish(code: int, output: str = "", errors: str = "") -> Finished:
+    return Finished(code, *(Output(None, False, bytearray(text.encode())) for text in (output, errors)))
+
+
 def test_what_the_converter_refuses_is_reported_and_leaves_no_file(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(worker: str, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    def fail(worker: str, *words: str, given: str = "") -> Finished:
         Path(words[1]).write_text("half of a file")
-        return subprocess.CompletedProcess([], 1, "", "INFO: loading\nOSError: [Errno 28] No space left on device\n")
+        return finish(1, errors="INFO: loading\nOSError: [Errno 28] No space left on device\n")
 
     monkeypatch.setattr(gguf_export, "_run", fail)
     with pytest.raises(ConfigError, match=r"converter failed \(OSError: \[Errno 28\] No space left on device\)"):
@@ -153,11 +157,11 @@ def test_what_the_converter_refuses_is_reported_and_leaves_no_file(
 def pretend_llama_cpp(monkeypatch: pytest.MonkeyPatch, tokenize: Callable[[str], list[int]]) -> None:
     """Stand for llama.cpp with a converter that writes a short file, and a tokenizer."""
 
-    def run(worker: str, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    def run(worker: str, *words: str, given: str = "") -> Finished:
         if worker == "gguf_convert":
             Path(words[1]).write_text("weights")
         ids = [json.dumps(tokenize(json.loads(line))) for line in given.splitlines()]
-        return subprocess.CompletedProcess([], 0, "\n".join(ids), "")
+        return finish(0, "\n".join(ids))
 
     monkeypatch.setattr(gguf_export, "_run", run)
 
