@@ -29,6 +29,8 @@ class Child:
         command: Program and arguments; no shell reads them.
         environment: Its environment variables; None: those of this process.
         stdin, stdout, stderr: As ``subprocess.Popen`` takes them.
+        ends_with_thread: Linux sends the signal when the thread that starts the child ends. False for one that is
+            started on a short-lived thread, and that ends by itself when its pipes close.
 
     Raises (at construction):
         OSError: The program cannot be started.
@@ -43,6 +45,7 @@ class Child:
         stdin: int | IO[Any] | None = subprocess.DEVNULL,
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
+        ends_with_thread: bool = True,
     ):
         self._process = subprocess.Popen(
             command,
@@ -51,7 +54,7 @@ class Child:
             stderr=stderr,
             env=environment,
             start_new_session=True,
-            preexec_fn=stop_with_parent(),
+            preexec_fn=stop_with_parent() if ends_with_thread else None,
         )
         self.pid = self._process.pid
         self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
