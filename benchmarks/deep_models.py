@@ -49,6 +49,8 @@ class Family:
 _SMALLEST = {"hidden_size": 32, "intermediate_size": 48}
 # 4-bit weights share scales in groups of 16,384.
 _NF4 = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+# transformers checks that the heads of Mamba divide its width, in a model without layers of Mamba, too.
+_MAMBA = {"hidden_size": 64}
 _LLAMA = ("<|begin_of_text|>", "<|eot_id|>", "<|finetune_right_pad_id|>", ("<|end_of_text|>", "<|eom_id|>"))
 _QWEN = (None, "<|im_end|>", "<|endoftext|>", ("<|endoftext|>",))
 FAMILIES = {
@@ -68,7 +70,7 @@ FAMILIES = {
     "google/gemma-3-270m-it": Family("gemma3", "<bos>", "<eos>", "<pad>", ("<end_of_turn>",)),
     "google/gemma-4-E4B-it": Family("gemma4_v5", "<bos>", "<eos>", "<pad>", ("<turn|>", "<|tool_response>")),
     "mistralai/Ministral-3-8B-Instruct-2512-BF16": Family(None, "<s>", "</s>", "<pad>"),
-    "ibm-granite/granite-4.0-micro": Family(None, "<|end_of_text|>", "<|end_of_text|>", "<|pad|>"),
+    "ibm-granite/granite-4.0-micro": Family(None, "<|end_of_text|>", "<|end_of_text|>", "<|pad|>", sizes=_MAMBA),
     "HuggingFaceTB/SmolLM3-3B": Family(None, "<|begin_of_text|>", "<|im_end|>", "<|im_end|>"),
 }
 

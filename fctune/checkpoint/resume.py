@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Iterator
@@ -13,21 +14,12 @@ from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import CheckpointError
 from fctune.checkpoint.store import Checkpoint, CheckpointStore, newest_first, open_checkpoint, verify
+from fctune.config.fields import Field, iter_fields
+from fctune.config.schema import RunConfig
 
 logger = logging.getLogger("fctune")
 
 STATE_FILE = "trainer_state.json"
-
-# Config keys that may differ when a run resumes: where and how it runs, how long, and what it writes.
-_MAY_CHANGE = (
-    *("output_dir", "resume", "checkpoint", "parallel", "micro_batch_size", "epochs", "max_steps", "log_every_n_steps"),
-    *("validation", "eval", "activation_checkpointing", "compile", "on_nonfinite", "max_nonfinite", "step_timeout_s"),
-    *("telemetry", "profile", "price_per_gpu_hour", "currency", "success"),
-    *("data", "model"),  # compared by fingerprint instead
-    # Where answers come from, whose versions are recorded with them; cases are compared by digest.
-    *("grpo.cases", "grpo.engine", "grpo.server", "grpo.generation_batch_size", "grpo.max_staleness"),
-    *("grpo.max_flat_batches",),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +122,21 @@ def _verify_and_read(checkpoint: Checkpoint, world: World) -> dict[str, Any]:
 
 def _iter_changes(saved: dict[str, Any], current: dict[str, Any], section: str = "") -> Iterator[str]:
     """Yield a line for each key that differs and must not, sections key by key."""
+    fields = _fields_by_key()
     names = {**saved, **current} if section else current  # an entire section that is gone comes from another version
     for name in names:
         key, before, value = f"{section}{name}", saved.get(name), current.get(name)
-        if key in _MAY_CHANGE or before == value:
+        if before == value or (key in fields and fields[key].change is not None):
             continue
         if isinstance(before, dict) and isinstance(value, dict):
             yield from _iter_changes(before, value, f"{key}.")
         else:
             yield f"{key}: was {_show(before)}, is {_show(value)}"
+
+
+@functools.cache
+def _fields_by_key() -> dict[str, Field]:
+    return dict(iter_fields(RunConfig))
 
 
 def _show(value: Any) -> str:

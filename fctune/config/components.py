@@ -50,6 +50,21 @@ class OptimizerSpec:
         return problems
 
 
+@dataclass(frozen=True, slots=True)
+class CallbackSpecs:
+    """Constraint of a list of mappings, each with the ``_component_`` of a callback and its arguments."""
+
+    def find_problems(self, key: str, value: list[dict[str, Any]], null: str) -> list[str]:
+        """Check the components and the names of their arguments."""
+        problems = []
+        for index, spec in enumerate(value):
+            if "_component_" in spec:
+                problems += find_argument_problems(spec, f"{key}.{index}", "my_package.MyCallback")
+            else:
+                problems.append(f"{key}.{index}._component_: missing; write e.g. my_package.MyCallback")
+        return problems
+
+
 def resolve_component(spec: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Import the callable that ``_component_`` names; returns it and its keyword arguments.
 
@@ -67,15 +82,15 @@ def resolve_component(spec: Mapping[str, Any]) -> tuple[Callable[..., Any], dict
     }
 
 
-def find_argument_problems(spec: Mapping[str, Any], where: str) -> list[str]:
-    """Check a component and the names of its arguments; one line per problem.
+def find_argument_problems(spec: Mapping[str, Any], where: str, example: str = "torch.optim.AdamW") -> list[str]:
+    """Check a component and the names of its arguments; one line per problem, with the example of another component.
 
     The signature of an optimizer in ``torch.optim`` is read from torch's source, which is much faster than importing
     torch; any other component is imported.
     """
     path = spec["_component_"]
     key = f"{where}._component_={shorten(path)}"
-    if problem := _find_path_problem(path):
+    if problem := _find_path_problem(path, example):
         return [f"{key}: {problem}"]
     module, _, name = path.rpartition(".")
     parameters: list[str] | None = None
@@ -88,7 +103,7 @@ def find_argument_problems(spec: Mapping[str, Any], where: str) -> list[str]:
         try:
             parameters = _list_parameters(_import_component(path))
         except (ImportError, AttributeError, ValueError, ConfigError) as error:
-            return [f"{key}: cannot be imported ({error}); expected e.g. torch.optim.AdamW"]
+            return [f"{key}: cannot be imported ({error}); expected e.g. {example}"]
         if parameters is None:
             return []
     unknown = [name for name in spec if name not in ("_component_", *_IMPLEMENTATION_ARGUMENTS, *parameters)]
@@ -128,10 +143,10 @@ def _is_within(path: str, roots: Sequence[str]) -> bool:
     return any(path == root or path.startswith(f"{root}.") for root in roots)
 
 
-def _find_path_problem(path: Any) -> str | None:
+def _find_path_problem(path: Any, example: str = "torch.optim.AdamW") -> str | None:
     """Return why a component may not be imported; None if it may."""
     if not isinstance(path, str) or not _IMPORT_PATH.fullmatch(path):
-        return "not an import path; expected e.g. torch.optim.AdamW"
+        return f"not an import path; expected e.g. {example}"
     if _is_within(path, _list_allowed()):
         return None
     return (

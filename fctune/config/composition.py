@@ -6,13 +6,12 @@ Mappings are merged key by key; any other value, lists included, replaces the on
 from __future__ import annotations
 
 import copy
-import dataclasses
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_origin
 
+from fctune.config.fields import iter_fields
 from fctune.config.parsing import apply_override, parse_index
 from fctune.config.yaml_text import dump_yaml
 
@@ -102,16 +101,9 @@ class Composition:
             self._forget(part, (*path, name))
 
     def _has_no_schema(self, path: Key) -> bool:
-        schema: Any = self.schema
-        for name in path:
-            hint = get_type_hints(schema).get(str(name))
-            arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-            if any(get_origin(arm) is dict for arm in arms):
-                return True
-            schema = next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
-            if schema is None:
-                return False
-        return False
+        fields = dict(iter_fields(self.schema))
+        keys = [".".join(map(str, path[:end])) for end in range(1, len(path) + 1)]
+        return any(get_origin(arm) is dict for key in keys if key in fields for arm in fields[key].arms)
 
 
 def render_with_origins(values: dict[str, Any], composition: Composition) -> str:

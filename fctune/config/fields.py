@@ -1,17 +1,23 @@
-"""Constraints and documentation of config fields, declared in the dataclass that holds them.
+"""Fields of a config: the annotations of their types in the dataclass that holds them, and how these are read.
 
-A constraint annotates the field's type (``rank: Annotated[int, Range(ge=1)] = 64``); the checks, the reference page and
-the JSON Schema read it there. A field's documentation is the string literal below it.
+An annotation is a constraint of the value, the meaning of null, or the consequence of another value
+(``keep_last: Annotated[int, Range(ge=1), MAY_CHANGE] = 3``). The checks, the reference page, the JSON Schema, the check
+of a resumed run and the fingerprint of prepared sets read it there. A field's documentation is the string literal below
+it.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import math
 import textwrap
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +84,126 @@ class NotEmpty:
         return [] if value else [f"{key}={value}: empty; write e.g. {self.example}{null}"]
 
 
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """Constraint of values in a notation of their own, of any type, such as ``10min``.
+
+    Attributes:
+        name: Describes the values on the reference page.
+        read: Reads a value; its ``ValueError`` says what is wrong with another.
+    """
+
+    name: str
+    read: Callable[[Any], object]
+
+    def find_problems(self, key: str, value: Any, null: str) -> list[str]:
+        """Check that the value can be read."""
+        try:
+            self.read(value)
+        except ValueError as error:
+            return [f"{key}={value}: {error}{null}"]
+        return []
+
+
+class Change(Enum):
+    """Consequence of another value in a field; of a section, of another value in any of its fields.
+
+    Without one, a run does not resume with another value. Another value in ``data`` makes another prepared set, unless
+    the field keeps it. The members' values are the words of the reference page.
+    """
+
+    MAY_CHANGE = "may change"
+    SAME_CONTENT = "same content"  # compared by a digest of what the field stands for
+    KEEPS_PREPARED = "may change; same rows"
+
+
+MAY_CHANGE, SAME_CONTENT, KEEPS_PREPARED = Change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """A field of a section, read from its annotated type.
+
+    Attributes:
+        name: Name of the field.
+        arms: Its type, or the types of its union, without None.
+        is_nullable: Null is a value of its own; otherwise it selects the default.
+        section: Dataclass that it holds, or a list of.
+        is_list: It holds a list of sections.
+        default: Default value; ``dataclasses.MISSING`` if it is required.
+        constraints: Constraints of its value.
+        null: Meaning of null, if it is annotated.
+        change: Consequence of another value, if it is annotated.
+    """
+
+    name: str
+    arms: tuple[Any, ...]
+    is_nullable: bool
+    section: type[Any] | None
+    is_list: bool
+    default: Any
+    constraints: tuple[Any, ...]
+    null: str | None
+    change: Change | None
+
+    @property
+    def is_required(self) -> bool:
+        """True if it has no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def notation(self) -> str | None:
+        """Name of the notation of its values, if they have one of their own."""
+        return next((one.name for one in self.constraints if isinstance(one, Notation)), None)
+
+    def find_problems(self, key: str, value: Any) -> list[str]:
+        """Check a value of the right type; one line per problem."""
+        null = "" if self.null is None else f", or null ({self.null})"
+        return [problem for one in self.constraints for problem in one.find_problems(key, value, null)]
+
+
+_FIELDS: dict[type[Any], tuple[Field, ...]] = {}
+
+
+def list_fields(cls: type[Any]) -> tuple[Field, ...]:
+    """Return the fields of a section, in order."""
+    if cls not in _FIELDS:
+        hints = get_type_hints(cls, include_extras=True)
+        _FIELDS[cls] = tuple(_read_field(spec, hints[spec.name]) for spec in dataclasses.fields(cls))
+    return _FIELDS[cls]
+
+
+def _read_field(spec: dataclasses.Field[Any], hint: Any) -> Field:
+    hint, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    union = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    arms = tuple(arm for arm in union if arm is not type(None))
+    parts = [get_args(arm)[0] if get_origin(arm) is list else arm for arm in arms]
+    section = next((part for part in parts if dataclasses.is_dataclass(part)), None)
+    return Field(
+        name=spec.name,
+        arms=arms,
+        is_nullable=arms != union,
+        section=section,  # type: ignore[arg-type]
+        is_list=section is not None and section not in arms,
+        default=spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory(),
+        constraints=tuple(note for note in notes if not isinstance(note, Null | Change)),
+        null=next((note.meaning for note in notes if isinstance(note, Null)), None),
+        change=next((note for note in notes if isinstance(note, Change)), None),
+    )
+
+
+def iter_fields(cls: type[Any], where: str = "") -> Iterator[tuple[str, Field]]:
+    """Yield the key of each field with the field; a section is followed by its fields, but not a list of sections."""
+    for field in list_fields(cls):
+        key = join_key(where, field.name)
+        yield key, field
+        if field.section is not None and not field.is_list:
+            yield from iter_fields(field.section, key)
+
+
 def join_key(where: str, name: str) -> str:
     """Return the full key of a field in the section ``where``, which is empty at the top level."""
     return f"{where}.{name}" if where else name
-
-
-def find_value_problems(key: str, value: Any, constraints: tuple[Any, ...]) -> list[str]:
-    """Check one value of the right type against its field's constraints; one line per problem."""
-    null = next((f", or null ({c.meaning})" for c in constraints if isinstance(c, Null)), "")
-    return [p for c in constraints if not isinstance(c, Null) for p in c.find_problems(key, value, null)]
 
 
 def read_field_docs(cls: type[Any]) -> dict[str, str]:

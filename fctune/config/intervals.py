@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+
+from fctune.config.fields import Notation
 
 NEVER = 0
 
@@ -55,15 +56,16 @@ def parse_interval(value: int | str) -> Interval:
     Raises:
         ValueError: The value is none of these.
     """
-    if isinstance(value, int):
+    if isinstance(value, float):
+        raise ValueError(f"not a number of steps; for a share of the run write {100 * value:g}%")
+    if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
             raise ValueError("expected 0 (never) or more steps")
         return Interval(steps=value)
-    value = value.strip()
-    is_short = len(value) <= _MAX_CHARS
-    if is_short and value.isdigit():
-        return Interval(steps=int(value))
-    found = _PATTERN.fullmatch(value) if is_short else None
+    text = value.strip() if isinstance(value, str) and len(value) <= _MAX_CHARS else ""
+    if text.isdigit():
+        return Interval(steps=int(text))
+    found = _PATTERN.fullmatch(text)
     if found is None:
         raise ValueError("expected steps (500), a time (90s, 10min, 2h), a share of the run (5%), or 0 for never")
     number, unit = float(found[1]), found[2]
@@ -74,6 +76,22 @@ def parse_interval(value: int | str) -> Interval:
             raise ValueError("expected at most 100%")
         return Interval(share=number / 100)
     return Interval(seconds=number * _UNITS_S[unit])
+
+
+def parse_steps_or_share(value: int | str) -> Interval:
+    """Parse an interval where a time makes no sense.
+
+    Raises:
+        ValueError: The value is something else.
+    """
+    expected = "expected steps (100) or a share of the run (3%)"
+    try:
+        interval = parse_interval(value)
+    except ValueError as error:
+        raise error if isinstance(value, float) else ValueError(expected) from None
+    if interval.seconds is not None:
+        raise ValueError(f"{expected}, not a time")
+    return interval
 
 
 def parse_share(value: float | str) -> float:
@@ -114,43 +132,9 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 60:,.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
 
 
-@dataclass(frozen=True, slots=True)
-class IsInterval:
-    """Constraint of a field that ``parse_interval`` reads; ``has_times`` is False where a time makes no sense."""
-
-    has_times: bool = True
-
-    def find_problems(self, key: str, value: Any, null: str) -> list[str]:
-        """Check that the value is an interval."""
-        expected = "steps (100) or a share of the run (3%)"
-        try:
-            interval = parse_interval(value)
-        except ValueError as error:
-            return [f"{key}={value}: {error if self.has_times else 'expected ' + expected}{null}"]
-        if interval.seconds is not None and not self.has_times:
-            return [f"{key}={value}: expected {expected}, not a time{null}"]
-        return []
-
-    def describe(self) -> str:
-        """Describe the values of such a field."""
-        return "steps, time or share" if self.has_times else "steps or share"
-
-
-@dataclass(frozen=True, slots=True)
-class IsShare:
-    """Constraint of a field that ``parse_share`` reads."""
-
-    def find_problems(self, key: str, value: Any, null: str) -> list[str]:
-        """Check that the value is a share."""
-        try:
-            parse_share(value)
-        except ValueError as error:
-            return [f"{key}={value}: {error}{null}"]
-        return []
-
-    def describe(self) -> str:
-        """Describe the values of such a field."""
-        return "share"
+INTERVAL = Notation("steps, time or share", parse_interval)
+STEPS_OR_SHARE = Notation("steps or share", parse_steps_or_share)
+PERCENTAGE = Notation("share", parse_share)
 
 
 def is_never(value: int | str) -> bool:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import types
-from collections.abc import Iterator
-from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from fctune.config.parsing import split_annotation
+from fctune.config.fields import iter_fields
 from fctune.config.schema import RunConfig
 
 DATA_REMEDY = "--data FILE, or data.sources=[{path: FILE}]"
@@ -69,14 +65,4 @@ def find_key(name: str) -> str | None:
 @functools.cache
 def list_keys() -> tuple[str, ...]:
     """Return every key of a run's config, sections included, but not those of list items."""
-    return tuple(_iter_keys(RunConfig, ""))
-
-
-def _iter_keys(schema: type[Any], prefix: str) -> Iterator[str]:
-    for name, annotation in get_type_hints(schema, include_extras=True).items():
-        hint, _ = split_annotation(annotation)
-        arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-        yield f"{prefix}{name}"
-        for arm in arms:
-            if dataclasses.is_dataclass(arm):
-                yield from _iter_keys(arm, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return tuple(key for key, _ in iter_fields(RunConfig))

@@ -9,16 +9,14 @@ import dataclasses
 import difflib
 import os
 import re
-import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from fctune.config.fields import find_value_problems, join_key
-from fctune.config.intervals import IsInterval
+from fctune.config.fields import join_key, list_fields
 from fctune.config.yaml_text import parse_yaml
 
 # OWNER/NAME of the hub, also with :CONFIG:SPLIT or @REVISION, but no name of a data file.
@@ -121,7 +119,8 @@ def parse_dataclass(
 
 
 def _build(cls: type[Any], raw: Any, where: str, problems: list[str], context: _Context) -> Any:
-    names = [spec.name for spec in dataclasses.fields(cls)]
+    fields = {spec.name: spec for spec in list_fields(cls)}
+    names = list(fields)
     if not isinstance(raw, dict):
         meant = context.find_key(where)
         close = f"; did you mean {meant}?" if meant and meant != where else ""
@@ -129,7 +128,6 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], context: _
             f"{where}: expected a mapping with the keys {', '.join(names)}, got {shorten(repr(raw))}{close}"
         )
         return None
-    hints = get_type_hints(cls, include_extras=True)
     uncertain: set[str] = set()  # fields without a right value, and those that an unknown key may be meant for
     unknown = [key for key in raw if key not in names]
     for key in unknown[:_MAX_UNKNOWN]:
@@ -141,28 +139,24 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], context: _
     if num_more := len(unknown[_MAX_UNKNOWN:]):
         problems.append(f"{where or 'the config'}: {num_more:,} more unknown keys")
     values: dict[str, Any] = {}
-    for spec in dataclasses.fields(cls):
-        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-        key = join_key(where, spec.name)
-        if spec.name not in raw:
-            if required:
-                problems.append(f"{key}: missing; it has no default")
+    for name, spec in fields.items():
+        key = join_key(where, name)
+        if name not in raw:
+            problems += [f"{key}: missing; it has no default"] if spec.is_required else []
             continue
-        value, (hint, constraints) = raw[spec.name], split_annotation(hints[spec.name])
-        if value is None and not required and type(None) not in get_args(hint):
+        value = raw[name]
+        if value is None and not spec.is_required and not spec.is_nullable:
             continue
         num_so_far = len(problems)
-        if isinstance(value, float) and any(isinstance(constraint, IsInterval) for constraint in constraints):
-            problems.append(f"{key}={value:g}: not a number of steps; for a share of the run write {100 * value:g}%")
-        else:
-            value = _parse_value(hint, value, key, problems, context)
-        if isinstance(value, dict) and spec.default_factory is not dataclasses.MISSING:
-            value = spec.default_factory() | value
-        values[spec.name] = value
+        if spec.notation is None and (value is not None or not spec.is_nullable):
+            value = _parse_union(spec.arms, value, key, problems, context)
+        if isinstance(value, dict) and isinstance(spec.default, dict):
+            value = spec.default | value
+        values[name] = value
         if value is not None and len(problems) == num_so_far:
-            context.out_of_range += find_value_problems(key, value, constraints)
-        elif value is None or not dataclasses.is_dataclass(value):
-            uncertain |= {spec.name} if len(problems) > num_so_far else set()
+            context.out_of_range += spec.find_problems(key, value)
+        elif not dataclasses.is_dataclass(value) and len(problems) > num_so_far:
+            uncertain.add(name)
     try:
         built = cls(**values)
     except TypeError:
@@ -187,29 +181,19 @@ def _check_section(cls: type[Any], values: dict[str, Any], where: str, uncertain
     return [problem for problem in found if not pattern.search(problem)]
 
 
-def split_annotation(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Split ``Annotated[type, *constraints]`` into the type and its constraints; other types have none."""
-    if get_origin(hint) is Annotated:
-        inner, *constraints = get_args(hint)
-        return inner, tuple(constraints)
-    return hint, ()
+def _parse_union(arms: tuple[Any, ...], value: Any, where: str, problems: list[str], context: _Context) -> Any:
+    """Parse a value as the type that fits it, or else as the first one."""
+    matching = [arm for arm in arms if (get_origin(arm) is list) == isinstance(value, list)] or arms
+    num_so_far = len(problems)
+    arm = type(value) if type(value) in matching else matching[0]
+    parsed = _parse_value(arm, value, where, problems, context)
+    if len(arms) > len(matching) and len(problems) > num_so_far and not isinstance(value, list):
+        problems[-1] += ", or a list"
+    return parsed
 
 
 def _parse_value(hint: Any, value: Any, where: str, problems: list[str], context: _Context) -> Any:
     origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        arms = [a for a in args if a is not type(None)]
-        lists = [a for a in arms if get_origin(a) is list]
-        matching = [a for a in arms if (a in lists) == isinstance(value, list)]
-        if type(value) in matching:
-            matching = [type(value)]
-        num_so_far = len(problems)
-        parsed = _parse_value((matching or arms)[0], value, where, problems, context)
-        if lists and matching and len(problems) > num_so_far and not isinstance(value, list):
-            problems[-1] += ", or a list"
-        return parsed
     if origin is Literal:
         if isinstance(value, bool) and (word := "on" if value else "off") in args:
             value = word  # YAML 1.1 reads both words as booleans
@@ -217,19 +201,14 @@ def _parse_value(hint: Any, value: Any, where: str, problems: list[str], context
             close = suggest(str(value), [str(a) for a in args], "")
             problems.append(f"{where}={shorten(repr(value))}: expected one of {', '.join(map(str, args))}{close}")
         return value
+    if origin in (list, dict) and not isinstance(value, origin):
+        problems.append(f"{where}={shorten(repr(value))}: expected a {'list' if origin is list else 'mapping'}")
+        return None if origin is list else {}
     if origin is list:
-        if not isinstance(value, list):
-            problems.append(f"{where}={shorten(repr(value))}: expected a list")
-            return None
         return [_parse_value(args[0], item, f"{where}.{i}", problems, context) for i, item in enumerate(value)]
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, where, problems, context)  # type: ignore[arg-type]
-    if origin is dict:
-        if not isinstance(value, dict):
-            problems.append(f"{where}={shorten(repr(value))}: expected a mapping")
-            return {}
-        return dict(value)
-    return _parse_scalar(hint, value, where, problems)
+    return dict(value) if origin is dict else _parse_scalar(hint, value, where, problems)
 
 
 def _parse_scalar(hint: type[Any], value: Any, where: str, problems: list[str]) -> Any:

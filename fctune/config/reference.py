@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import types
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from fctune.config.composition import EXTENDS
-from fctune.config.fields import NotEmpty, Null, Range, join_key, read_field_docs
-from fctune.config.intervals import IsInterval, IsShare
-from fctune.config.parsing import split_annotation
+from fctune.config.fields import Change, Field, NotEmpty, Range, iter_fields, list_fields, read_field_docs
 from fctune.config.schema import RunConfig
 
 _TYPE_NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
@@ -27,6 +24,9 @@ def render_config_reference() -> str:
         "`fctune config schema` prints its JSON Schema. `extends: FILE`, or a list of files, merges a config over",
         "others; `fctune config show CONFIG` prints the result ([Train](../train.md#configs-that-extend-others)).",
         "",
+        "A run resumes only with the same values, except for keys with `may change`, or with `same content`: then the",
+        "weights, prepared rows or cases must be the same. `same rows`: rows are not prepared again for another value.",
+        "",
         "Generated from `fctune/config/schema.py` and `fctune/config/sections/` by `make reference`.",
     ]
     return "\n".join([*lines, *render_sections(RunConfig)]) + "\n"
@@ -34,100 +34,74 @@ def render_config_reference() -> str:
 
 def render_sections(schema: type[Any]) -> Iterator[str]:
     """Yield the lines of a table of keys for each section of a schema."""
-    for key, section in _sections(schema, ""):
-        yield from ["", f"## {f'`{key}`' if key else 'Top level'}", "", _summarise(section), ""]
-        yield from ["| key | type | default | meaning |", "|---|---|---|---|"]
-        docs = read_field_docs(section)
-        for spec, hint, constraints in _fields(section):
-            meaning = docs[spec.name] + "".join(f" Null: {c.meaning}." for c in constraints if isinstance(c, Null))
-            cells = (f"`{spec.name}`", _describe_type(hint, constraints), _describe_default(spec), meaning)
-            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    fields = dict(iter_fields(schema))
+    has_changes = any(field.change for field in fields.values())
+    yield from _render_section("Top level", schema, None, has_changes)
+    for key, field in fields.items():
+        if field.section is not None:
+            outer = [part.change for name, part in fields.items() if f"{key}.".startswith(f"{name}.") and part.change]
+            title = f"`{key}{'[]' if field.is_list else ''}`"
+            yield from _render_section(title, field.section, outer[0] if outer else None, has_changes)
+
+
+def _render_section(title: str, section: type[Any], change: Change | None, has_changes: bool) -> Iterator[str]:
+    heads = ["key", "type", "default", *(["on resume"] if has_changes else []), "meaning"]
+    yield from ["", f"## {title}", "", _summarise(section), ""]
+    yield from [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    docs = read_field_docs(section)
+    for field in list_fields(section):
+        cells = [f"`{field.name}`", _describe_type(field), _describe_default(field)]
+        if has_changes:
+            cells.append(getattr(field.change or change, "value", ""))
+        cells.append(docs[field.name] + ("" if field.null is None else f" Null: {field.null}."))
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a run's config."""
     header = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fctune run config"}
-    full = _schema_of(RunConfig)
-    partial = _without_required(full)
-    partial["properties"][EXTENDS] = {
+    schema = header | _schema_of(RunConfig, is_partial=True)
+    schema["properties"][EXTENDS] = {
         "description": "Config, or list of configs, that this one is merged over, relative to this file.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
-    return header | partial | {"if": {"required": [EXTENDS]}, "else": _only_required(full)}
+    return schema | {"if": {"required": [EXTENDS]}, "else": _require(RunConfig)}
 
 
-def _without_required(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a section whose required keys another config may give; list items are always complete."""
-    partial = {key: value for key, value in schema.items() if key != "required"}
-    if "properties" in schema:
-        partial["properties"] = {name: _without_required(inner) for name, inner in schema["properties"].items()}
-    if "anyOf" in schema:
-        partial["anyOf"] = [_without_required(arm) for arm in schema["anyOf"]]
-    return partial
-
-
-def _only_required(schema: dict[str, Any]) -> dict[str, Any]:
+def _require(section: type[Any]) -> dict[str, Any]:
     """Return the part of a schema that says which keys are required."""
-    kept = {"required": schema["required"]} if "required" in schema else {}
-    inner = {name: part for name, one in schema.get("properties", {}).items() if (part := _only_required(one))}
-    arms = [part for arm in schema.get("anyOf", ()) if arm.get("type") == "object" and (part := _only_required(arm))]
-    return kept | ({"properties": inner} if inner else {}) | (arms[0] if arms else {})
-
-
-def _sections(cls: type[Any], key: str) -> Iterator[tuple[str, type[Any]]]:
-    yield key, cls
-    for spec, hint, _ in _fields(cls):
-        inner, is_list = _section_of(hint)
-        if inner is not None:
-            yield from _sections(inner, join_key(key, f"{spec.name}[]" if is_list else spec.name))
-
-
-def _fields(cls: type[Any]) -> list[tuple[dataclasses.Field[Any], Any, tuple[Any, ...]]]:
-    hints = get_type_hints(cls, include_extras=True)
-    return [(spec, *split_annotation(hints[spec.name])) for spec in dataclasses.fields(cls)]
-
-
-def _section_of(hint: Any) -> tuple[type[Any] | None, bool]:
-    """Return the dataclass of a section, or of a list's items, and whether it is a list."""
-    if get_origin(hint) is list:
-        return _section_of(get_args(hint)[0])[0], True
-    candidates = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return next((c for c in candidates if isinstance(c, type) and dataclasses.is_dataclass(c)), None), False
+    fields = list_fields(section)
+    required = [field.name for field in fields if field.is_required]
+    sections = {field.name: field.section for field in fields if field.section is not None and not field.is_list}
+    inner = {name: part for name, one in sections.items() if (part := _require(one))}
+    return ({"required": required} if required else {}) | ({"properties": inner} if inner else {})
 
 
 def _summarise(cls: type[Any]) -> str:
     return " ".join((inspect.getdoc(cls) or "").split())
 
 
-def _describe_type(hint: Any, constraints: tuple[Any, ...]) -> str:
-    origin, args = get_origin(hint), get_args(hint)
-    if interval := next((c for c in constraints if isinstance(c, IsInterval | IsShare)), None):
-        return interval.describe()
-    if origin in (Union, types.UnionType):
-        return " or ".join("null" if a is type(None) else _describe_type(a, constraints) for a in args)
+def _describe_type(field: Field) -> str:
+    if field.notation is not None:
+        return field.notation
+    bounds = "".join(f" ({note.describe()})" for note in field.constraints if isinstance(note, Range))
+    return " or ".join([*(_describe_arm(arm, bounds) for arm in field.arms), *(["null"] if field.is_nullable else [])])
+
+
+def _describe_arm(arm: Any, bounds: str) -> str:
+    origin, args = get_origin(arm), get_args(arm)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in args)
-    bounds = "".join(f" ({c.describe()})" for c in constraints if isinstance(c, Range))
     if origin is list:
-        inner, _ = _section_of(args[0])
-        items = "sections" if inner else "mappings" if get_origin(args[0]) is dict else _TYPE_NAMES[args[0]] + "s"
+        items = "mappings" if get_origin(args[0]) is dict else f"{_TYPE_NAMES.get(args[0], 'section')}s"
         return f"list of {items}{bounds}"
-    if origin is dict:
-        return "mapping"
-    return ("section" if dataclasses.is_dataclass(hint) else _TYPE_NAMES[hint]) + bounds
+    return "mapping" if origin is dict else _TYPE_NAMES.get(arm, "section") + bounds
 
 
-def _describe_default(spec: dataclasses.Field[Any]) -> str:
-    value = _default_of(spec)
-    if value is dataclasses.MISSING:
+def _describe_default(field: Field) -> str:
+    if field.is_required:
         return "required"
-    if dataclasses.is_dataclass(value):
-        return "its defaults"
-    return f"`{_to_yaml(value)}`"
-
-
-def _default_of(spec: dataclasses.Field[Any]) -> Any:
-    return spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
+    return "its defaults" if dataclasses.is_dataclass(field.default) else f"`{_to_yaml(field.default)}`"
 
 
 def _to_yaml(value: Any) -> str:
@@ -140,42 +114,34 @@ def _to_yaml(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _schema_of(cls: type[Any]) -> dict[str, Any]:
-    docs = read_field_docs(cls)
-    properties: dict[str, Any] = {}
-    required = []
-    for spec, hint, constraints in _fields(cls):
-        value = _default_of(spec)
-        own = _schema_of_type(hint, constraints)
-        if dataclasses.is_dataclass(value):  # null selects the defaults, also over a section of an extended config
-            own = {"anyOf": [{"type": "null"}, own]}
-        properties[spec.name] = {"description": docs[spec.name], **own}
-        if value is dataclasses.MISSING:
-            required.append(spec.name)
-        elif not dataclasses.is_dataclass(value):
-            properties[spec.name]["default"] = value
+def _schema_of(cls: type[Any], is_partial: bool) -> dict[str, Any]:
+    """Return the schema of a section; of a partial one, another config may give the required keys."""
+    docs, properties = read_field_docs(cls), {}
+    for field in list_fields(cls):
+        bounds = next((note.to_json_schema() for note in field.constraints if isinstance(note, Range)), {})
+        arms = [_schema_of_arm(arm, field, bounds, is_partial) for arm in field.arms]
+        has_defaults = dataclasses.is_dataclass(field.default)
+        if has_defaults:  # null selects the defaults, also over a section of an extended config
+            arms.insert(0, {"type": "null"})
+        elif field.is_nullable:
+            arms.append({"type": "null"})
+        default = {} if field.is_required or has_defaults else {"default": field.default}
+        own = arms[0] if len(arms) == 1 else {"anyOf": arms}
+        properties[field.name] = {"description": docs[field.name], **own, **default}
     schema = {"description": _summarise(cls), "type": "object", "properties": properties, "additionalProperties": False}
-    return schema | ({"required": required} if required else {})
+    required = [field.name for field in list_fields(cls) if field.is_required]
+    return schema | ({"required": required} if required and not is_partial else {})
 
 
-def _schema_of_type(hint: Any, constraints: tuple[Any, ...]) -> dict[str, Any]:
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [{"type": "null"} if a is type(None) else _schema_of_type(a, constraints) for a in args]}
+def _schema_of_arm(arm: Any, field: Field, bounds: dict[str, Any], is_partial: bool) -> dict[str, Any]:
+    origin, args = get_origin(arm), get_args(arm)
     if origin is Literal:
         return {"enum": list(args)}
-    bounds: dict[str, Any] = {}
-    for constraint in constraints:
-        bounds |= constraint.to_json_schema() if isinstance(constraint, Range) else {}
     if origin is list:
-        items = _schema_of_type(args[0], constraints)
-        return {"type": "array", "items": items} | ({"minItems": 1} if _is_not_empty(constraints) else {})
+        is_filled = any(isinstance(note, NotEmpty) for note in field.constraints)
+        return {"type": "array", "items": _schema_of_arm(args[0], field, bounds, is_partial=False)} | (
+            {"minItems": 1} if is_filled else {}
+        )
     if origin is dict:
         return {"type": "object"}
-    if dataclasses.is_dataclass(hint):
-        return _schema_of(hint)  # type: ignore[arg-type]
-    return {"type": _TYPE_NAMES[hint]} | bounds
-
-
-def _is_not_empty(constraints: tuple[Any, ...]) -> bool:
-    return any(isinstance(constraint, NotEmpty) for constraint in constraints)
+    return _schema_of(arm, is_partial) if dataclasses.is_dataclass(arm) else {"type": _TYPE_NAMES[arm]} | bounds  # type: ignore[arg-type]

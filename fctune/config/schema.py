@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fctune.config.components import OptimizerSpec
-from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, Null, Range
-from fctune.config.intervals import IsInterval, is_never
+from fctune.config.components import CallbackSpecs, OptimizerSpec
+from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, MAY_CHANGE, SAME_CONTENT, Null, Range
+from fctune.config.intervals import INTERVAL, STEPS_OR_SHARE, is_never
 from fctune.config.recipes import find_recipe
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig
@@ -38,7 +38,7 @@ class LRSchedulerConfig:
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
-    warmup: Annotated[int | str, IsInterval(has_times=False)] = 0
+    warmup: Annotated[int | str, STEPS_OR_SHARE] = 0
     """Linear warm-up from 0: a share of all steps (`3%`), or a number of steps."""
     min_factor: float = 0.0
     """Factor at the end of a cosine or linear decay."""
@@ -48,10 +48,10 @@ class LRSchedulerConfig:
 class CheckpointConfig:
     """Checkpoints in `output_dir/checkpoints`; every run ends with an elastic one."""
 
-    every: Annotated[int | str, IsInterval()] = "10min"
+    every: Annotated[int | str, INTERVAL] = "10min"
     """Interval of sharded checkpoints, which are fast and resume this run: a time (`10min`, `2h`), steps (`500`), or a
     share of the run (`5%`); 0: never."""
-    elastic_every: Annotated[int | str, IsInterval()] = "2h"
+    elastic_every: Annotated[int | str, INTERVAL] = "2h"
     """Interval of elastic checkpoints, which any number of ranks and other tools can load; 0: only at the end."""
     keep_last: Annotated[int, AT_LEAST_1] = 3
     """Checkpoints of each kind to keep."""
@@ -86,11 +86,11 @@ class CheckpointConfig:
 class RunConfig:
     """A training run, from its model and data to its checkpoints and telemetry."""
 
-    output_dir: str
+    output_dir: Annotated[str, MAY_CHANGE]
     """Directory for the run's record, metrics, checkpoints and exports; one run per directory."""
-    model: ModelConfig
+    model: Annotated[ModelConfig, SAME_CONTENT]
     """Base model."""
-    data: DataConfig
+    data: Annotated[DataConfig, SAME_CONTENT]
     """Training rows."""
     seed: int = 42
     """Seed of adapters, data order and dropout."""
@@ -111,11 +111,11 @@ class RunConfig:
     global_batch_tokens: Annotated[int | None, AT_LEAST_1, Null("use `global_batch_size`")] = None
     """Tokens per optimizer step, in place of `global_batch_size`: the number of packs follows from the mean tokens of a
     pack when the data is prepared."""
-    micro_batch_size: Annotated[int, AT_LEAST_1] = 2
+    micro_batch_size: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 2
     """Packs per rank and forward pass; gradient accumulation follows from both sizes and the number of ranks."""
-    epochs: Annotated[int, AT_LEAST_1] = 3
+    epochs: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 3
     """Passes over the training rows."""
-    max_steps: Annotated[int | None, AT_LEAST_1, Null("no limit but `epochs`")] = None
+    max_steps: Annotated[int | None, AT_LEAST_1, Null("no limit but `epochs`"), MAY_CHANGE] = None
     """Optimizer steps after which the run ends."""
     optimizer: Annotated[dict[str, Any], OptimizerSpec()] = field(
         default_factory=lambda: {"_component_": "torch.optim.AdamW", "lr": 2e-4}
@@ -127,38 +127,44 @@ class RunConfig:
     """Learning-rate schedule."""
     clip_grad_norm: Annotated[float | None, Range(gt=0), Null("no clipping")] = 1.0
     """Largest norm of the gradients; larger ones are scaled down to it."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip"], MAY_CHANGE] = "stop"
     """A loss or gradient norm that is not finite: end the run, or skip the step's update."""
-    max_nonfinite: Annotated[int, AT_LEAST_1] = 10
+    max_nonfinite: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 10
     """With `skip`: end the run after this many non-finite steps in a row."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, MAY_CHANGE] = field(default_factory=ParallelConfig)
     """Distribution over ranks."""
-    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    activation_checkpointing: Annotated[ActivationCheckpointingConfig, MAY_CHANGE] = field(
+        default_factory=ActivationCheckpointingConfig
+    )
     """Recomputation of activations."""
-    compile: bool = False
+    compile: Annotated[bool, MAY_CHANGE] = False
     """Compile the blocks with torch.compile, by Inductor or the backend in TORCH_COMPILE_BACKEND."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = field(default_factory=CheckpointConfig)
     """Checkpoints."""
-    resume: str = "auto"
+    resume: Annotated[str, MAY_CHANGE] = "auto"
     """`auto`: from the newest complete checkpoint of `output_dir`; `never`: start over; or the path of a checkpoint."""
-    step_timeout_s: Annotated[float | None, Range(gt=0), Null("derived from the run's own steps")] = None
+    step_timeout_s: Annotated[float | None, Range(gt=0), Null("derived from the run's own steps"), MAY_CHANGE] = None
     """Seconds after which a step that has not finished ends the run."""
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    validation: Annotated[ValidationConfig, MAY_CHANGE] = field(default_factory=ValidationConfig)
     """Validation loss."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    eval: Annotated[EvalConfig, MAY_CHANGE] = field(default_factory=EvalConfig)
     """Tool-call accuracy during training."""
-    log_every_n_steps: Annotated[int, AT_LEAST_1] = 10
+    log_every_n_steps: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 10
     """Steps between lines on the console; `metrics.jsonl` has every step."""
-    telemetry: Annotated[TelemetryConfig | None, Null("files and console only")] = None
+    telemetry: Annotated[TelemetryConfig | None, Null("files and console only"), MAY_CHANGE] = None
     """Additional destinations of metrics."""
-    profile: Annotated[ProfileConfig | None, Null("no profile")] = None
+    profile: Annotated[ProfileConfig | None, Null("no profile"), MAY_CHANGE] = None
     """Operator profile."""
-    price_per_gpu_hour: Annotated[float | None, AT_LEAST_0, Null("cost is not reported")] = None
+    price_per_gpu_hour: Annotated[float | None, AT_LEAST_0, Null("cost is not reported"), MAY_CHANGE] = None
     """Price of a GPU-hour, in `currency`. Runs on CPUs have no cost."""
-    currency: str = "USD"
+    currency: Annotated[str, MAY_CHANGE] = "USD"
     """Currency of `price_per_gpu_hour`; a label, nothing is converted."""
-    success: Annotated[SuccessConfig | None, Null("the run is not judged")] = None
+    success: Annotated[SuccessConfig | None, Null("the run is not judged"), MAY_CHANGE] = None
     """Success criteria."""
+    callbacks: Annotated[list[dict[str, Any]], CallbackSpecs(), MAY_CHANGE] = field(default_factory=list)
+    """Your own callbacks: `_component_` is the import path of a subclass of `fctune.training.callbacks.base.Callback`,
+    and the other keys are its arguments, such as `{_component_: my_package.WeightNorms, every: 100}`. Every rank makes
+    them and calls their hooks, after those of the run. They need `--allow-component my_package`."""
 
     def check(self, where: str, problems: list[str]) -> None:
         """Check what involves several sections, and the output directory."""

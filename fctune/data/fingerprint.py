@@ -7,11 +7,12 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fctune.base.files import write_atomically
+from fctune.config.fields import KEEPS_PREPARED, list_fields
 from fctune.config.sections.data import DataConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.sources.reader import list_files
@@ -19,9 +20,6 @@ from fctune.data.template_args import TEMPLATE_ARGS_FILE
 
 # Part of every fingerprint: raise it when the meaning of the files or the encoding of rows changes.
 _VERSION = 5
-
-# Data keys that do not affect the prepared set. Every other key is part of its fingerprint, new ones included.
-IGNORED_KEYS = frozenset({"max_invalid_share", "pad_to", "prepared_dir"})
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", TEMPLATE_ARGS_FILE)
 
@@ -89,7 +87,8 @@ def fingerprint_inputs(
         "template_args": template_args or {},
         "chat_template": None if chat_template is None else _digest_json(chat_template.source),
     }
-    inputs |= {key.name: getattr(config, key.name) for key in fields(config) if key.name not in IGNORED_KEYS}
+    read = [field.name for field in list_fields(type(config)) if field.change is not KEEPS_PREPARED]
+    inputs |= {name: getattr(config, name) for name in read}
     inputs["sources"] = [
         {**asdict(source), "content": fingerprint_source(source.path, digests)} for source in config.sources
     ]

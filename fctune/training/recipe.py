@@ -39,7 +39,7 @@ from fctune.runs.directory import installed_versions
 from fctune.runs.sinks import SinkGroup
 from fctune.tasks.evaluation.held_out import find_held_out_cases, write_held_out_cases
 from fctune.tasks.evaluation.live import LiveEvaluation, check_answering_memory
-from fctune.training.callbacks.base import Callback
+from fctune.training.callbacks.base import Callback, make_callbacks
 from fctune.training.callbacks.checkpoint import CheckpointCallback, DiskWait, SaveError
 from fctune.training.callbacks.evaluation import EvaluationCallback
 from fctune.training.callbacks.hang_watch import HangWatch
@@ -96,6 +96,7 @@ class FineTuning(ABC):
         self.state: TrainState | None = None
         self.snapshot: MemorySnapshot | None = None
         self.source: StepSource | None = None
+        self.user_callbacks = make_callbacks(config)
         self.callbacks: list[Callback] = []
 
     @abstractmethod
@@ -171,6 +172,8 @@ class FineTuning(ABC):
         self.sinks = open_sinks(
             *(self.config, self.run.directory, self.num_steps, self.world, hosts), guard=self.watch.guard
         )
+        for callback in self.callbacks:
+            callback.on_start(self)
 
     def prompting(self) -> Prompting:
         """Return the chat template and switches that exports and elastic checkpoints carry."""
@@ -282,6 +285,7 @@ class FineTuning(ABC):
             self.callbacks.append(EvaluationCallback(config.eval, evaluation, state))
         if world.device.type == "cpu":
             self.callbacks.append(HostMemoryCallback())
+        self.callbacks += self.user_callbacks
         run.begin()
         if run.resume is not None and run.resume.state["world_size"] != world.world_size:
             logger.info("world size: was %d, is %d", run.resume.state["world_size"], world.world_size)

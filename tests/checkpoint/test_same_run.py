@@ -1,7 +1,9 @@
-"""Which settings may differ when a run of reinforcement resumes."""
+"""Which settings may differ when a run resumes."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 from fctune.base.errors import CheckpointError
 from fctune.checkpoint.resume import Resume, RunFacts, check_same_run
 from fctune.checkpoint.store import Checkpoint
+from fctune.config.fields import iter_fields
 from fctune.config.loading import load_config
+from fctune.config.schema import RunConfig
 from tests.conftest import ROOT
 
 SERVED = ("grpo.engine=server", "grpo.server.url=http://10.0.0.1:8000")
@@ -21,9 +25,33 @@ def check(saved: tuple[str, ...], current: tuple[str, ...]) -> None:
         given = ("grpo.reward={strict: 1.0, brevity: 0.1}", *overrides)
         return load_config(ROOT / "configs" / "tiny_grpo.yaml", list(given)).to_dict()
 
-    state = {"config": read(saved), "base_fingerprint": "base", "trained_tokens": []}
+    check_configs(read(saved), read(current))
+
+
+def check_configs(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    state = {"config": saved, "base_fingerprint": "base", "trained_tokens": []}
     resume = Resume(Checkpoint(Path("checkpoint-2"), 2, "sharded"), state)
-    check_same_run(resume, RunFacts(read(current), "base", 10, {}))
+    check_same_run(resume, RunFacts(current, "base", 10, {}))
+
+
+def test_a_run_resumes_with_another_value_of_the_annotated_keys_only() -> None:
+    fields = dict(iter_fields(RunConfig))
+    saved: dict[str, Any] = load_config(ROOT / "configs" / "tiny_grpo.yaml", SERVED).to_dict()
+    for key in fields:
+        *outer, name = key.split(".")
+        sections = [".".join(outer[:end]) for end in range(1, len(outer) + 1)]
+        current = copy.deepcopy(saved)
+        values = current
+        for section in outer:
+            values[section] = values = values.get(section) or {}
+        values[name] = "another value"
+        may_change = any(fields[one].change for one in (*sections, key))
+        with (
+            contextlib.nullcontext()
+            if may_change
+            else pytest.raises(CheckpointError, match=f"  {outer[0] if outer else key}")
+        ):
+            check_configs(saved, current)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from fctune.config.fields import KEEPS_PREPARED, Field, list_fields
 from fctune.config.sections.data import DataConfig, SourceConfig
-from fctune.data.fingerprint import IGNORED_KEYS, FileDigests, fingerprint_inputs, fingerprint_source
+from fctune.data.fingerprint import FileDigests, fingerprint_inputs, fingerprint_source
 
 
 def content_digest(path: Path) -> str:
@@ -99,13 +100,13 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("key", [field.name for field in fields(DataConfig)])
-def test_every_data_key_changes_the_fingerprint_unless_it_is_listed_as_ignored(key: str, tiny_base: Path) -> None:
+@pytest.mark.parametrize("key", list_fields(DataConfig), ids=lambda key: key.name)
+def test_every_data_key_changes_the_fingerprint_unless_it_is_annotated(key: Field, tiny_base: Path) -> None:
     config = DataConfig(sources=[SourceConfig(path="synthetic:train:9:0")])
-    changed = replace(config, **{key: CHANGES[key]})
+    changed = replace(config, **{key.name: CHANGES[key.name]})
     assert changed != config
     is_same = fingerprint_inputs(changed, tiny_base) == fingerprint_inputs(config, tiny_base)
-    assert is_same is (key in IGNORED_KEYS)
+    assert is_same is (key.change is KEEPS_PREPARED)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fctune.config.fields import AT_LEAST_1, Null, Range, join_key
-from fctune.config.intervals import IsShare
+from fctune.config.fields import AT_LEAST_1, KEEPS_PREPARED, Null, Range, join_key
+from fctune.config.intervals import PERCENTAGE
 from fctune.config.parsing import suggest_hub_name
 
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
@@ -73,7 +73,7 @@ class DataConfig:
     packed: bool = True
     """Pack several complete conversations into each row; attention never crosses them. Off: one conversation per
     row."""
-    pad_to: Literal["longest", "seq_len"] = "longest"
+    pad_to: Annotated[Literal["longest", "seq_len"], KEEPS_PREPARED] = "longest"
     """Length to pad unpacked rows to: the longest of the micro-batch, or `seq_len`."""
     train_on: Literal["assistant", "last_assistant", "calls"] = "assistant"
     """Supervised turns: all of the assistant's, its last one, or those that call a function."""
@@ -85,7 +85,7 @@ class DataConfig:
     """Loss weight of a token in a turn that calls a function, relative to 1.0 for other supervised tokens."""
     on_invalid: Literal["fail", "skip"] = "fail"
     """Unusable rows: stop with a report, or skip and count them, up to `max_invalid_share`."""
-    max_invalid_share: Annotated[float | str, IsShare()] = "10%"
+    max_invalid_share: Annotated[float | str, PERCENTAGE, KEEPS_PREPARED] = "10%"
     """With `on_invalid: skip`: stop if more of any source's rows than this are unusable. Conversations that `overlong`
     drops do not count."""
     overlong: Literal["fail", "drop", "cut"] = "fail"
@@ -107,7 +107,9 @@ class DataConfig:
     special_tokens_in_content: Literal["fail", "escape", "keep"] = "fail"
     """Rows that spell a special token of the tokenizer, such as `<|im_end|>`, in a message, tool or argument: report
     them as invalid, encode the token as plain text, or keep it as the control token."""
-    prepared_dir: Annotated[str | None, Null("`prepared` in FCTUNE_CACHE, which is ~/.cache/fctune by default")] = None
+    prepared_dir: Annotated[
+        str | None, Null("`prepared` in FCTUNE_CACHE, which is ~/.cache/fctune by default"), KEEPS_PREPARED
+    ] = None
     """Directory of prepared (tokenised and packed) sets, which all nodes share. `fctune clean` lists and removes
     them."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fctune.config.fields import AT_LEAST_1, Null, Range
-from fctune.config.intervals import IsInterval
+from fctune.config.intervals import INTERVAL
 from fctune.config.parsing import describe_no_file
 
 VALIDATION_CASES = "validation"  # of the run's own held-out conversations
@@ -18,7 +18,7 @@ VALIDATION_CASES = "validation"  # of the run's own held-out conversations
 class ValidationConfig:
     """Loss on the validation split."""
 
-    every: Annotated[int | str, IsInterval()] = "10%"
+    every: Annotated[int | str, INTERVAL] = "10%"
     """Interval of measurements: a share of the run (`10%`), steps (`100`), or a time (`30min`); 0: never. The last step
     is always measured."""
 
@@ -27,7 +27,7 @@ class ValidationConfig:
 class EvalConfig:
     """Tool-call accuracy during training, measured by generating answers to held-out cases."""
 
-    every: Annotated[int | str, IsInterval()] = 0
+    every: Annotated[int | str, INTERVAL] = 0
     """Interval of evaluations: a share of the run (`25%`), steps, or a time; 0: never. The last step is always
     evaluated."""
     cases: str = "validation"

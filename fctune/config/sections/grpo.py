@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, SHARE, Null, Range, join_key
+from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, MAY_CHANGE, SAME_CONTENT, SHARE, Null, Range, join_key
 from fctune.config.parsing import describe_no_file
 from fctune.config.sections.rollouts import DialogueConfig, ServerConfig, find_source_problems, is_dialogue_source
 
@@ -29,7 +29,7 @@ class GRPOConfig:
     so `global_batch_size` is not used; `epochs` are passes over the cases.
     """
 
-    cases: str
+    cases: Annotated[str, SAME_CONTENT]
     """JSONL file of cases (`fctune data cases`), suite in YAML, `synthetic:SPLIT:ROWS[:SEED]`, or multi-turn dialogues
     (see `dialogue`)."""
     force_benchmark: bool = False
@@ -77,21 +77,21 @@ class GRPOConfig:
     """Drop groups whose answers all have the same reward, which teach nothing, and use further cases instead."""
     max_refills: Annotated[int, AT_LEAST_0] = 2
     """Rounds of replacement cases per batch; after the last one, the batch is trained as it is."""
-    max_flat_batches: Annotated[int, AT_LEAST_1] = 10
+    max_flat_batches: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 10
     """End the run after this many batches in a row without any group to learn from."""
     mask_cut: bool = True
     """Do not train answers that `max_new_tokens` cut off; they count in their group's mean."""
-    engine: Literal["in_process", "server"] = "in_process"
+    engine: Annotated[Literal["in_process", "server"], MAY_CHANGE] = "in_process"
     """Engine that generates: the model in training, gathered on each rank, or a server."""
-    generation_batch_size: Annotated[int, AT_LEAST_1] = 64
+    generation_batch_size: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 64
     """Answers that a rank generates at once, in process."""
-    server: Annotated[ServerConfig | None, Null("none")] = None
+    server: Annotated[ServerConfig | None, Null("none"), MAY_CHANGE] = None
     """The server, with `engine: server`."""
     dialogue: DialogueConfig = field(default_factory=DialogueConfig)
     """Limits of dialogues, which `cases` names as `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, or
     as `recorded:ROWS`, a file of rows with calls and their results (docs/environments.md). Their rewards have different
     parts: `solved`, `progress`, in environments `economy` and `validity`, and `random`."""
-    max_staleness: Annotated[int, AT_LEAST_0] = 1
+    max_staleness: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 1
     """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
 
     @property

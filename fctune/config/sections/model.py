@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from fctune.base.errors import ConfigError
 from fctune.config.chat_templates import read_chat_template
-from fctune.config.fields import AT_LEAST_0, Null, join_key
+from fctune.config.fields import AT_LEAST_0, MAY_CHANGE, Null, join_key
 from fctune.config.parsing import suggest_hub_name
 
 ModelSource = Literal["auto", "torchtune", "transformers"]
@@ -39,7 +39,10 @@ class ModelConfig:
     """Tokens to add to the tokenizer, such as markers that it lacks. Their rows are initialised as the mean of their
     text's rows, always train, also with adapters, and are part of the exports."""
     router_aux_loss: Annotated[
-        float | None, AT_LEAST_0, Null("`router_aux_loss_coef` of config.json if its `output_router_logits` is set")
+        float | None,
+        AT_LEAST_0,
+        Null("`router_aux_loss_coef` of config.json if its `output_router_logits` is set"),
+        MAY_CHANGE,
     ] = None
     """Coefficient of the load-balancing loss of a mixture of experts, over all tokens of a global batch except padding;
     0: none. With several micro-batches per step, it takes a second forward pass."""

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from fctune.base.errors import ConfigError
+from fctune.config.components import resolve_component
+from fctune.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from fctune.training.recipe import FineTuning
 
 
 class Callback:
@@ -18,8 +25,11 @@ class Callback:
     5. ``measure``: the loop has added the validation loss, if it is due.
     6. ``on_step_end``: the metrics are written; the state may be saved or the run stopped.
 
-    ``close`` is called once, in reverse order, when training has ended.
+    ``on_start`` is called once, before the first step, and ``close`` once, in reverse order, when training has ended.
     """
+
+    def on_start(self, run: FineTuning) -> None:
+        """Called when the run is set up; it has the model, its training state, the config and this rank's world."""
 
     def on_step_start(self, step: int) -> None:
         """Called before the forward pass of ``step`` (from 1)."""
@@ -44,3 +54,22 @@ class Callback:
 
     def close(self) -> None:
         """Release threads, buffers and signal handlers."""
+
+
+def make_callbacks(config: RunConfig) -> list[Callback]:
+    """Return the callbacks that a config names.
+
+    Raises:
+        ConfigError: A component is not a callback, or refuses its arguments.
+    """
+    callbacks: list[Callback] = []
+    for index, spec in enumerate(config.callbacks):
+        key = f"callbacks.{index}._component_={spec['_component_']}"
+        component, arguments = resolve_component(spec)
+        if not isinstance(component, type) or not issubclass(component, Callback):
+            raise ConfigError(f"{key}: expected a subclass of {Callback.__module__}.Callback.")
+        try:
+            callbacks.append(component(**arguments))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}: refuses its arguments ({error}).") from error
+    return callbacks
