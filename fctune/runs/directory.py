@@ -49,51 +49,15 @@ class RunFiles:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-
-    @property
-    def run(self) -> Path:
-        """What the run was asked to do, and what it found out, as one JSON object."""
-        return self.path / "run.json"
-
-    @property
-    def exit(self) -> Path:
-        """Why the run ended: code, reason, step and checkpoint; missing while it runs, and after a kill."""
-        return self.path / "exit.json"
-
-    @property
-    def not_started(self) -> Path:
-        """Why the last launch ended before it changed anything of the run, as in ``exit``."""
-        return self.path / "not_started.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics file: one JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def alerts(self) -> Path:
-        """Alerts: one JSON object each."""
-        return self.path / "alerts.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """Answers of a run with reinforcement learning, each once: one JSON object per answer."""
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Directory of the checkpoints, sharded and elastic."""
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        """Directory of the exported models, ``merged`` and ``adapter``."""
-        return self.path / "export"
-
-    @property
-    def stop_file(self) -> Path:
-        """File whose creation asks the run to save and stop."""
-        return self.path / "stop"
+        self.run = self.path / "run.json"  # what the run was asked to do, and what it found out, as one JSON object
+        self.exit = self.path / "exit.json"  # why it ended: code, reason, step, checkpoint; missing after a kill
+        self.not_started = self.path / "not_started.json"  # why the last launch ended before it changed anything
+        self.metrics = self.path / "metrics.jsonl"  # one object per step
+        self.alerts = self.path / "alerts.jsonl"  # one object per alert
+        self.rollouts = self.path / "rollouts.jsonl"  # one object per answer of reinforcement learning, each once
+        self.checkpoints = self.path / "checkpoints"  # sharded and elastic
+        self.export = self.path / "export"  # the exported models, ``merged`` and ``adapter``
+        self.stop_file = self.path / "stop"  # asks the run to save and stop
 
     def is_locked(self) -> bool:
         """Return True if a process on this machine, or on one that shares its locks, is writing to the directory."""

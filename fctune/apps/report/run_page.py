@@ -69,20 +69,6 @@ def write_run_html(
         pricing: Prices of its cost; None takes each run's config, and list prices.
         published: Results of other packages' benchmarks.
     """
-    num_steps = sum(len(record.metrics.steps) for record in records)
-    make_run_page(records, accuracies, criteria, pricing, published).write(
-        path, f"fctune report: {format_count(num_steps, 'step')}"
-    )
-
-
-def make_run_page(
-    records: Sequence[RunRecord],
-    accuracies: Sequence[Sequence[Accuracy]] = (),
-    criteria: Sequence[Sequence[Criterion]] = (),
-    pricing: Pricing | None = None,
-    published: Sequence[Published] = (),
-) -> Page:
-    """Make the page of one or more runs; arguments as in ``write_run_html``."""
     names, figures = name_runs(records), [describe_run(record, pricing) for record in records]
     accuracies, criteria = accuracies or [()] * len(records), criteria or [()] * len(records)
     if len(records) == 1:
@@ -114,7 +100,8 @@ def make_run_page(
     if len(records) == 1 and records[0].config:
         rows = [[key, format_value(value)] for key, value in flatten_config(records[0].config).items()]
         page.add_section("Config", Fold(format_count(len(rows), "key"), [Table(["Key", "Value"], rows)]))
-    return page
+    num_steps = sum(len(record.metrics.steps) for record in records)
+    page.write(path, f"fctune report: {format_count(num_steps, 'step')}")
 
 
 def name_runs(records: Sequence[RunRecord]) -> list[str]:
