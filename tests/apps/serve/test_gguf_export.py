@@ -136,11 +136,11 @@ def test_a_disk_without_room_and_a_folder_that_cannot_be_written_are_named(
         gguf_export.export_gguf(str(tiny_base), tmp_path / "out")
 
 
-@pytest.mark.usefixtures("installed")
 def finish(code: int, output: str = "", errors: str = "") -> Finished:
     return Finished(code, *(Output(None, False, bytearray(text.encode())) for text in (output, errors)))
 
 
+@pytest.mark.usefixtures("installed")
 def test_what_the_converter_refuses_is_reported_and_leaves_no_file(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
