@@ -1,4 +1,4 @@
-"""Time `make demo` in a clean clone, and write what it measured to benchmarks/results/demo.json and the README.
+"""Time `make demo` in a clean clone, and write benchmarks/results/demo.json and the table of docs/start.md.
 
     python -m benchmarks.demo [--python python3.12]
 
@@ -17,14 +17,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models import insert_table
 from benchmarks.training import describe_machine
 from fctune.calls.metrics import wilson_interval
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "demo.json"
-README = ROOT / "README.md"
-# Lines of the README that enclose the table.
+PAGE = ROOT / "docs" / "start.md"
+# Lines of the page that enclose the table.
 _BEGIN, _END = "<!-- written by python -m benchmarks.demo -->", "<!-- end of the demo's table -->"
 _NAMES = {
     "choice": "one call, several tools on offer",
@@ -64,7 +63,7 @@ def _describe(counts: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """Return the README's table, with the lines that enclose it."""
+    """Return the page's table, with the lines that enclose it."""
     lines = [_BEGIN, "", "| | cases | before | after |", "|---|---|---|---|"]
     for name, found in result["categories"].items():
         if name != "all":
@@ -96,7 +95,8 @@ def main() -> None:
         **measured,
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    README.write_text(insert_table(README.read_text(encoding="utf-8"), format_table(result)), encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    PAGE.write_text(before + format_table(result) + rest.partition(_END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu [--out benchmarks/results/gpu.json] [--rows correctness,lora_8b,...] [--again] [--toy]
 
 Rows run in order of importance, each in separate processes with a time limit, until ``--minutes`` are over. Each is
-added to the results and their page, docs/gpu-results.md, when it ends. The next run skips rows that succeeded, so the
-command can be repeated until all are there. Failing tests are recorded as soon as they fail.
+added to the results and their page, docs/reference/gpu-results.md, when it ends. The next run skips rows that
+succeeded, so the command can be repeated until all are there. Failing tests are recorded as soon as they fail.
 
 The models have the shapes of Llama-3.1-8B and Llama-3.2-3B and random weights drawn on the device; the training data is
 this project's synthetic set, packed. LoRA runs on one GPU, full fine-tuning on all. ``--toy`` runs every row on a toy
@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", help="names, comma-separated; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json", help="results to add to")
-    parser.add_argument("--page", type=Path, help="page to write after each row (default: docs/gpu-results.md)")
+    parser.add_argument("--page", type=Path, help="page to write after each row (default: the one in docs)")
     parser.add_argument("--again", action="store_true", help="run rows again that succeeded")
     parser.add_argument("--minutes", type=float, default=40, help="start no row after as many minutes")
     parser.add_argument("--limit", type=float, default=math.inf, help="most seconds for a row (default: its own limit)")

@@ -1,6 +1,6 @@
 """Write the page of GPU results from the JSON that ``benchmarks.gpu`` makes.
 
-python -m benchmarks.gpu_report [--results benchmarks/results/gpu.json] [--out docs/gpu-results.md]
+python -m benchmarks.gpu_report [--results benchmarks/results/gpu.json] [--out docs/reference/gpu-results.md]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.training import RESULTS, ROOT
 
 RESULTS_FILE = RESULTS / "gpu.json"
-PAGE = ROOT / "docs" / "gpu-results.md"
+PAGE = ROOT / "docs" / "reference" / "gpu-results.md"
 
 NOT_RUN = "not yet run"
 

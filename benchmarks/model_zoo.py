@@ -332,7 +332,7 @@ SERVED = {
     "gemma3_text": "benchmarks/results/real_model_2026-11-23.json",
 }
 
-# Models that people tune for tool calls most, which the README names.
+# Models that people tune for tool calls most, which come first on the page.
 HEADLINES = frozenset(
     {
         *(

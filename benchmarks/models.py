@@ -1,13 +1,13 @@
-"""Check which architectures train exactly as with transformers and PEFT, and write the tables of supported models.
+"""Check which architectures train exactly as with transformers and PEFT, and write the page of supported models.
 
     python -m benchmarks.models [--only TYPE ...] [--checks NAME ...] [--jobs 2] [--resume] [--out FILE]
-    python -m benchmarks.models --tables
+    python -m benchmarks.models --page
 
 For each architecture, a tiny random model with the real family's choices is saved by transformers and taken through
 fctune: see ``benchmarks.model_checks``. Each row of the result is written as soon as it is known; each outcome has a
 digest of the code that measured it. ``--jobs`` checks several architectures at a time; ``--resume`` skips the rows of
 the present code, to continue a run that was cut off; with ``--only``, the other rows are kept, with ``--checks`` the
-other outcomes. ``--tables`` writes docs/supported-models.md and the README's table from the result, and runs nothing.
+other outcomes. ``--page`` writes docs/reference/supported-models.md from the result, and runs nothing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ from tests.ranks import run_ranks
 
 RESULT = ROOT / "benchmarks" / "results" / "models.json"
 GPU_RESULT = ROOT / "benchmarks" / "results" / "gpu.json"
-PAGE = ROOT / "docs" / "supported-models.md"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "reference" / "supported-models.md"
 LIMIT_S = 1800  # of one check of an architecture; minutes are usual where other work runs
-# Lines of the README that enclose the table.
-_BEGIN, _END = "<!-- written by python -m benchmarks.models -->", "<!-- end of the table -->"
 
 _COLUMNS = {
     "pack": "packed",
@@ -104,9 +101,9 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def format_page(result: dict[str, Any]) -> str:
-    """Return docs/supported-models.md of a result."""
+    """Return docs/reference/supported-models.md of a result."""
     rows = result["rows"]
-    proven = [row for row in rows if has_passed(row)]
+    proven = sorted((row for row in rows if has_passed(row)), key=lambda row: row["model_type"] not in HEADLINES)
     refused = [row for row in rows if "refused" in row]
     failed = [row for row in rows if row not in proven and row not in refused]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
@@ -119,9 +116,10 @@ Written by `python -m benchmarks.models` ({result["date"]}; {versions}; CPU, flo
 
 No row says more than what was run. None of the real models was trained for it, except where the last column says so.
 
-- **parity**: a tiny random model with the choices of the real family (its layers, windows, soft caps, sinks, scales,
-  kinds of RoPE, tied weights, experts, latent attention) trained as with transformers and PEFT; the next table has the
-  numbers.
+For every row, a tiny random model with the choices of the real family (its layers, windows, soft caps, sinks, scales,
+kinds of RoPE, tied weights, experts, latent attention) trained as with transformers and PEFT;
+[the next table](#parity) has the numbers. The models that people tune most come first.
+
 - **compiled**: a random model of small layers, but with all layers of the family's default config in their order,
   trained with compiled blocks, half of them checkpointed; the graphs of two layouts of conversations, validation and
   the frozen base, which do not grow when all of them are repeated; the loss is the uncompiled one.
@@ -132,12 +130,12 @@ No row says more than what was run. None of the real models was trained for it, 
 - **served**: a model of the architecture answered in a real server as it does in process.
 - **on a GPU**: what ran on an H100.
 
-| models | `model_type` | kind | parity | compiled | call format | template | served | on a GPU |
-|---|---|---|---|---|---|---|---|---|"""
+| models | `model_type` | kind | compiled | call format | template | served | on a GPU |
+|---|---|---|---|---|---|---|---|"""
     ]
     on_gpu = find_gpu_runs()
     for row in proven:
-        cells = (row["models"], f"`{row['model_type']}`", row["kind"], "yes", *_list_runs(row, on_gpu))
+        cells = (row["models"], f"`{row['model_type']}`", row["kind"], *_list_runs(row, on_gpu))
         lines.append(f"| {' | '.join(cells)} |")
     lines.append(
         f"""
@@ -186,11 +184,11 @@ def find_gpu_runs() -> dict[str, str]:
     return runs | {"llama": f"8B, random weights: LoRA {rates['lora_8b_shipped']} tokens/s, full {rates['full_8b']}"}
 
 
-def _list_runs(row: dict[str, Any], on_gpu: Mapping[str, str], prefix: str = "") -> list[str]:
-    """Return the cells of a row after parity; ``prefix`` is the path from the page to docs/."""
+def _list_runs(row: dict[str, Any], on_gpu: Mapping[str, str]) -> list[str]:
+    """Return the cells of a row after its kind."""
     name = row["model_type"]
     formats = ", ".join(f"`{found}`" for found in CALL_FORMATS.get(name, ())) or "none"
-    templates = f"[{len(found)} run]({prefix}templates.md)" if (found := TEMPLATES.get(name)) else "not run"
+    templates = f"[{len(found)} run](chat-templates.md)" if (found := TEMPLATES.get(name)) else "not run"
     served = "vLLM" if name in SERVED else "not run"
     compiled = row["outcomes"].get("compile", {}).get("note", "not run")
     return [compiled, formats, templates, served, on_gpu.get(name, "not run")]
@@ -212,42 +210,9 @@ def _describe_code(result: dict[str, Any]) -> str:
 _TWO_COLUMNS = "| models | `model_type` | reason |\n|---|---|---|"
 
 
-def format_readme_table(result: dict[str, Any]) -> str:
-    """Return the README's table of a result, with the lines that enclose it."""
-    rows = [row for row in result["rows"] if has_passed(row)]
-    on_gpu = find_gpu_runs()
-    lines = [
-        _BEGIN,
-        "",
-        "<!-- numbers: benchmarks/results/models.json, benchmarks/results/gpu.json -->",
-        "",
-        f"Tiny random models of {len(rows)} architectures train as with transformers and PEFT, and",
-        f"{sum('compile' in row['outcomes'] for row in rows)} compile at the depth of the real ones ([what was run for",
-        "each](docs/supported-models.md)). The most used of them:",
-        "",
-        "| models | compiled | call format | own template | served | on a GPU |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if row["model_type"] in HEADLINES:
-            lines.append(f"| {' | '.join((row['models'], *_list_runs(row, on_gpu, 'docs/')))} |")
-    return "\n".join([*lines, "", _END])
-
-
-def insert_table(page: str, table: str) -> str:
-    """Return a page's text with another table between the lines that enclose it, which are the table's own ends."""
-    begin, *_, end = table.splitlines()
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    return before + table + after
-
-
-def write_tables() -> None:
-    """Write docs/supported-models.md and the README's table from the result."""
-    result = json.loads(RESULT.read_text(encoding="utf-8"))
-    PAGE.write_text(format_page(result), encoding="utf-8")
-    readme = README.read_text(encoding="utf-8")
-    README.write_text(insert_table(readme, format_readme_table(result)), encoding="utf-8")
+def write_page() -> None:
+    """Write the page of the result."""
+    PAGE.write_text(format_page(json.loads(RESULT.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
 def digest_code() -> str:
@@ -333,19 +298,19 @@ def run(
 
 
 def main() -> None:
-    """Run the checks, or write the tables."""
+    """Run the checks, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types to check; default: all")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=tuple(CHECKS), help="default: all")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="architectures to check at a time")
     parser.add_argument("--resume", action="store_true", help="skip rows that were made by the present code")
     parser.add_argument("--out", type=Path, default=RESULT, help="file of the result")
-    parser.add_argument("--tables", action="store_true", help="write the tables from the result, and run nothing")
+    parser.add_argument("--page", action="store_true", help="write the page from the result, and run nothing")
     arguments = parser.parse_args()
     known = [entry.model_type for entry in ENTRIES]
     if unknown := set(arguments.only or ()) - set(known):
         parser.error(f"no such model type: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-    if not arguments.tables:
+    if not arguments.page:
         run(
             arguments.only or known,
             arguments.out,
@@ -354,7 +319,7 @@ def main() -> None:
             is_resumed=arguments.resume,
         )
     if arguments.out == RESULT:
-        write_tables()
+        write_page()
 
 
 if __name__ == "__main__":

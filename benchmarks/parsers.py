@@ -1,7 +1,8 @@
 """Compare vLLM's and SGLang's own parsers with fctune's readings, on seeded outputs of every call format.
 
     python -m benchmarks.parsers --python PYTHON [--formats hermes qwen3_coder] [--count 5000]
-                                 [--show 5] [--results benchmarks/results/parsers.json] [--page docs/parsers.md]
+                                 [--show 5] [--results benchmarks/results/parsers.json]
+                                 [--page docs/reference/parsers.md]
 
 PYTHON has vLLM or SGLang (``FCTUNE_VLLM_PYTHON`` and ``FCTUNE_SGLANG_PYTHON`` name one for each). vLLM reads gpt_oss
 from token ids, for which openai_harmony downloads a vocabulary, or takes o200k_base.tiktoken from the directory in

@@ -1,6 +1,6 @@
 """Print, as Markdown tables, how the public chat templates of the trl and transformers wheels are trained on.
 
-    python -m benchmarks.templates [--out docs/templates.md]
+    python -m benchmarks.templates [--out docs/reference/chat-templates.md]
 
 Each template gets a byte-level tokenizer that has the special tokens of all, and the generation_config.json of its
 model family. Nothing is downloaded.
@@ -186,8 +186,8 @@ transformers {version("transformers")}; written by `python -m benchmarks.templat
 
 The stop tokens are those with which the model is trained to end a turn. "Samples" is the number of samples that one
 conversation becomes: a question, a call, its result, an answer, thanks, and a reply; first without reasoning, then with
-reasoning in every turn. A template that prints earlier turns as the model wrote them needs one sample (see
-[Your own data](data.md)). "-" in the last column means that the template does not print all of that reasoning, and
+reasoning in every turn. A template that prints earlier turns as the model wrote them needs one sample (see [Chat
+templates](../templates.md)). "-" in the last column means that the template does not print all of that reasoning, and
 `data.reasoning` says what happens to it.
 
 {_HEAD}"""

@@ -156,7 +156,7 @@ def _sample(arguments: argparse.Namespace, suite: Any, world: Any) -> None:
     results.write_summary(summary)
     _print_summary(console, summary, out)
     if arguments.html is not None:
-        from fctune.apps.report.eval_page import write_sample_html
+        from fctune.apps.report.sample_page import write_sample_html
 
         write_file(arguments.html, "--html", lambda: write_sample_html(summary, suite, rows, arguments.html))
         console.print(f"page: {arguments.html}", soft_wrap=True)

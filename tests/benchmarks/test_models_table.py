@@ -35,10 +35,8 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_tables_are_those_of_the_result() -> None:
-    assert models.PAGE.read_text(encoding="utf-8") == models.format_page(RESULT), "python -m benchmarks.models --tables"
-    readme = models.README.read_text(encoding="utf-8")
-    assert models.format_readme_table(RESULT) in readme, "python -m benchmarks.models --tables"
+def test_the_page_is_that_of_the_result() -> None:
+    assert models.PAGE.read_text(encoding="utf-8") == models.format_page(RESULT), "python -m benchmarks.models --page"
 
 
 def test_every_architecture_passes_or_is_refused_by_name() -> None:

@@ -166,7 +166,7 @@ def test_every_difference_from_a_servers_own_parser_has_a_known_reason(name: str
 
 def test_the_page_of_the_servers_parsers_is_that_of_the_results_and_leaves_nothing_unexplained() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "parsers.json").read_text(encoding="utf-8"))
-    assert (ROOT / "docs" / "parsers.md").read_text(encoding="utf-8") == render_page(rows)
+    assert (ROOT / "docs" / "reference" / "parsers.md").read_text(encoding="utf-8") == render_page(rows)
     assert len(rows) >= 20
     for row in rows:
         assert row["parser"] == FORMATS[row["format"]].get_server_parser(row["server"])

@@ -98,7 +98,7 @@ def test_the_alerting_rules_use_only_metrics_of_the_endpoint_and_say_what_to_do(
         assert set(rule["annotations"]) == {"summary", "description"}, rule["alert"]
         for page in re.findall(r"docs/[\w-]+\.md", rule["annotations"]["description"]):
             assert (ROOT / page).is_file(), page
-        described = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+        described = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
         assert f"`{rule['alert']}`" in described, rule["alert"]
 
 

@@ -1,7 +1,7 @@
 """Time of a step: kernels at measured rates, communication that is not hidden, and the update.
 
 Each kind of kernel runs at a share of the GPU's datasheet rates. The shares come from one profile of Llama 3.1 8B's
-LoRA on an H100 (docs/performance.md); the other rows that were measured on that GPU are compared with their plans in
+LoRA on an H100 (docs/results.md); the other rows that were measured on that GPU are compared with their plans in
 docs/plan.md. Arithmetic and bytes are counted from the model's shapes. Waiting for launches, which slows down models of
 less than a billion parameters, is not modelled.
 """

@@ -1,4 +1,4 @@
-"""Pages of an evaluation and of a sampling run: rates with intervals, error classes, and every failure."""
+"""Page of an evaluation: accuracy with intervals, error classes, confusions and every failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fctune.calls.judge import ERROR_KINDS
-from fctune.config.intervals import format_count
 from fctune.pages.page import (
     Cases,
     Fold,
@@ -27,13 +26,9 @@ from fctune.pages.page import (
     make_settings,
 )
 from fctune.pages.run_text import format_bounds
-from fctune.tasks.evaluation.cases import Case, Suite
-from fctune.tasks.evaluation.judging import is_valid, to_plain_calls
-from fctune.tasks.sampling.rewards import REWARD_PARTS
-from fctune.tasks.sampling.run import count_right, name_share
-from fctune.tasks.sampling.selection import group_by_case
+from fctune.tasks.evaluation.judging import is_valid
 
-_MAX_CASES = 1_000
+MAX_CASES = 1_000
 _MAX_CHARACTERS = 4_000
 _NUM_CONFUSIONS = 20
 _RATE_NAMES = {
@@ -46,7 +41,6 @@ _RATE_NAMES = {
     "false_call": "false calls, where none is expected",
     "schema_valid": "calls that match their tool's schema",
 }
-_SHARES = ("always", "sometimes", "never", "unanswered")
 
 FACETS = {"verdict": "Error class", "category": "Category", "tool": "Expected tool"}  # filters of ``make_case``
 
@@ -75,69 +69,25 @@ def write_eval_html(summary: Mapping[str, Any], rows: Sequence[Row], path: str |
     _add_rates(page, summary)
     _add_reasoning(page, summary)
     lead = "Categories of the suite that were skipped; they are in no figure."
-    _add_settings(page, summary, "Not run", lead)
-    page.write(path, f"fctune {summary['settings'].get('fctune', '')}, results of {_count(summary, 'case')}")
+    add_settings(page, summary, "Not run", lead)
+    page.write(path, f"fctune {summary['settings'].get('fctune', '')}, results of {count_answers(summary, 'case')}")
 
 
-def write_sample_html(
-    summary: Mapping[str, Any], suite: Suite, rows: Sequence[Row], path: str | os.PathLike[str]
-) -> None:
-    """Write the page of a sampling run from its summary and rows, as ``fctune.tasks.sampling.run`` returns them."""
-    page = Page(f"Sampled answers: {summary['model']} on {summary['suite']}", _sample_headline(summary))
-    counts = Counter[str]()
-    for name, shares in summary["shares"].items():
-        if name != "all" or len(summary["shares"]) == 1:
-            counts.update(shares)
-    mean = summary["mean_tokens"]
-    tiles: list[Tile] = [
-        make_count_tile(summary["num_cases"], "case"),
-        make_count_tile(summary["num_answers"], "answer"),
-        make_count_tile(counts["always"], "case", "good", " always right"),
-        make_count_tile(counts["sometimes"], "case", "", " sometimes right"),
-        make_count_tile(counts["never"], "case", "bad", " never right"),
-        make_count_tile(summary["num_missing"], "answer", "warn", " missing"),
-        ("unknown" if mean is None else f"{mean:,.1f}", "tokens per answer", ""),
-    ]
-    page.add_tiles(tiles)
-    if (benchmark := summary["settings"].get("benchmark")) is not None:
-        page.add_section(
-            "Benchmark",
-            f"These are questions of a benchmark ({benchmark}), sampled by force. A model that learns from them must "
-            "not be measured with it.",
-        )
-    _add_pass_rates(page, summary)
-    _add_shares(page, summary)
-    _add_reward(page, summary)
-    _add_sampled_cases(page, suite, rows)
-    _add_settings(page, summary, "Not asked")
-    page.write(path, f"fctune {summary['settings'].get('fctune', '')}, {_count(summary, 'answer')}")
-
-
-def _count(summary: Mapping[str, Any], noun: str) -> str:
-    return format_count(summary[f"num_{noun}s"], noun)
+def count_answers(summary: Mapping[str, Any], noun: str) -> str:
+    """Return the number of cases or answers of a summary, with its noun."""
+    return formatcount_answers(summary[f"num_{noun}s"], noun)
 
 
 def _headline(summary: Mapping[str, Any], num_failures: int) -> str:
     if "all" not in summary["scores"]:
-        return f"{num_failures:,} of {_count(summary, 'case')} failed; rates are given by category."
+        return f"{num_failures:,} of {count_answers(summary, 'case')} failed; rates are given by category."
     rate = summary["scores"]["all"]["rates"]["accuracy"]
-    return f"{_percent(rate)} of {format_count(rate['n'], 'case')} correct (95 % interval {format_bounds(rate)})."
+    return (
+        f"{_percent(rate)} of {formatcount_answers(rate['n'], 'case')} correct (95 % interval {format_bounds(rate)})."
+    )
 
 
-def _sample_headline(summary: Mapping[str, Any]) -> str:
-    rates = summary["pass_rates"].get("all")
-    if not rates or rates[0]["rate"] is None:
-        return f"{_count(summary, 'answer')} to {_count(summary, 'case')}; rates are given by category."
-    first = rates[0]
-    # Where a budget ended the run, the cases with most answers are not all cases.
-    last = next(rate for rate in reversed(rates) if rate["n"] == first["n"])
-    more = ""
-    if last["k"] > 1:
-        more = f"; at least one of {last['k']} answers is right in {last['rate']:.1%}"
-    return f"{first['rate']:.1%} of the answers are right (95 % interval {format_bounds(first)}){more}."
-
-
-def _distinct(by_category: Mapping[str, Any]) -> dict[str, Any]:
+def distinct(by_category: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by category; without those of all cases if there is one category, which has the same."""
     found = dict(by_category)
     if len(found) == 2:
@@ -145,7 +95,7 @@ def _distinct(by_category: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _add_settings(page: Page, summary: Mapping[str, Any], skipped: str, lead: str = "") -> None:
+def add_settings(page: Page, summary: Mapping[str, Any], skipped: str, lead: str = "") -> None:
     """Add the categories that were skipped, with the reasons, and the settings of the run."""
     if summary["not_run"]:
         page.add_section(skipped, Table(["Category", "Reason"], list(summary["not_run"].items())), lead=lead)
@@ -157,7 +107,7 @@ def _add_accuracy(page: Page, summary: Mapping[str, Any]) -> None:
     heads = ["Category", Num("n"), Num("Correct"), Num("95 % interval"), "0 to 100 %"]
     heads += [Num("Lenient"), *([Num("Typed")] if typed else [])]
     rows = []
-    for category, scores in _distinct(summary["scores"]).items():
+    for category, scores in distinct(summary["scores"]).items():
         rate, lenient = scores["rates"]["accuracy"], summary["lenient"][category]["rates"]["accuracy"]
         label = f"{_percent(rate)}, {format_bounds(rate)}; lenient {_percent(lenient)}"
         drawing = Interval(rate["rate"], rate["low"], rate["high"], lenient["rate"], label)
@@ -193,7 +143,7 @@ def _add_leaderboard(page: Page, summary: Mapping[str, Any]) -> None:
 
 
 def _add_error_classes(page: Page, summary: Mapping[str, Any]) -> None:
-    counts = {category: scores["verdicts"] for category, scores in _distinct(summary["scores"]).items()}
+    counts = {category: scores["verdicts"] for category, scores in distinct(summary["scores"]).items()}
     seen = [verdict for verdict in ERROR_KINDS if any(row[verdict] for row in counts.values())]
     page.add_section(
         "Error classes",
@@ -219,7 +169,7 @@ def _add_confusions(page: Page, rows: Sequence[Row]) -> None:
         most = [[count, expected, made[:80]] for (expected, made), count in tools.most_common(_NUM_CONFUSIONS)]
         parts += [Heading("Confused tools"), Table([Num("Calls"), "Expected", "Called instead"], most)]
         if (rest := len(tools) - len(most)) > 0:
-            parts.append(Text(f"and {format_count(rest, 'more pair')}", "muted"))
+            parts.append(Text(f"and {formatcount_answers(rest, 'more pair')}", "muted"))
     page.add_section("Confusions", *parts)
 
 
@@ -240,13 +190,13 @@ def _add_failures(page: Page, failures: Sequence[Row]) -> None:
         page.add_section("Failures", "None.")
         return
     lead = "Each case with its prompt, the expected calls, the calls made, and the differences."
-    if len(failures) > _MAX_CASES:
-        lead += f" The first {_MAX_CASES:,} of {len(failures):,} are shown; the results file contains all of them."
-    page.add_section("Failures", Cases([make_case(row) for row in failures[:_MAX_CASES]], FACETS), lead=lead)
+    if len(failures) > MAX_CASES:
+        lead += f" The first {MAX_CASES:,} of {len(failures):,} are shown; the results file contains all of them."
+    page.add_section("Failures", Cases([make_case(row) for row in failures[:MAX_CASES]], FACETS), lead=lead)
 
 
 def _add_rates(page: Page, summary: Mapping[str, Any]) -> None:
-    parts, scored = [], _distinct(summary["scores"])
+    parts, scored = [], distinct(summary["scores"])
     for category, scores in scored.items():
         rows = [
             [_RATE_NAMES.get(name, name.replace("_", " ")), rate["n"], _percent(rate), format_bounds(rate)]
@@ -278,79 +228,6 @@ def _add_reasoning(page: Page, summary: Mapping[str, Any]) -> None:
         "calls; where the token limit cut it off, raise --max-new-tokens."
     )
     page.add_section("Reasoning", Table(["Category", *map(Num, numbers)], rows), lead=lead)
-
-
-def _add_pass_rates(page: Page, summary: Mapping[str, Any]) -> None:
-    rows = []
-    for category, estimates in _distinct(summary["pass_rates"]).items():
-        for one in estimates:
-            if one["rate"] is None:
-                continue
-            percent, bounds = f"{one['rate']:.1%}", format_bounds(one)
-            drawing = Interval(one["rate"], one["low"], one["high"], None, f"{percent}, {bounds}")
-            rows.append([category, one["k"], one["n"], percent, bounds, drawing])
-    heads = ["Category", Num("k"), Num("Cases"), Num("pass@k"), Num("95 % interval"), "0 to 100 %"]
-    lead = (
-        "The probability that at least one of k answers is right, in the strict reading: the unbiased estimator of "
-        "Chen et al. (2021). The interval is that of new cases; all answers to a case are one cluster."
-    )
-    page.add_section("pass@k", Table(heads, rows, is_stacked=True), lead=lead)
-
-
-def _add_shares(page: Page, summary: Mapping[str, Any]) -> None:
-    rows = [
-        [category, *make_heat_row([shares[name] for name in _SHARES])]
-        for category, shares in _distinct(summary["shares"]).items()
-    ]
-    lead = "Cases by how many of their answers are right. Only those that are sometimes right give preference pairs."
-    heads = ["Category", *(Num(name.capitalize()) for name in _SHARES)]
-    page.add_section("Always, sometimes, never right", Table(heads, rows), lead=lead)
-
-
-def _add_reward(page: Page, summary: Mapping[str, Any]) -> None:
-    reward = summary["reward"]
-    if not reward["parts"]:
-        return
-    rows = [
-        [name, REWARD_PARTS[name], reward["weights"].get(name, ""), f"{mean:.3f}"]
-        for name, mean in reward["parts"].items()
-    ]
-    rows.append(["reward", "the weighted sum", "", f"{reward['mean']:.3f}"])
-    page.add_section("Reward", Table(["Part", "Meaning", Num("Weight"), Num("Mean")], rows))
-
-
-def _add_sampled_cases(page: Page, suite: Suite, rows: Sequence[Row]) -> None:
-    groups = group_by_case(dict(row) for row in rows)
-    shown = []
-    for case in suite.cases:
-        answers = groups.get(case.id, [])
-        if (found := next((row for row in answers if not is_valid(row)), None)) is not None:
-            shown.append(_make_sampled_case(case, answers, found))
-    if not shown:
-        page.add_section("Cases", "Every answer is right.")
-        return
-    lead = "Cases with a wrong answer: the first wrong one in full, then every answer."
-    if len(shown) > _MAX_CASES:
-        lead += f" The first {_MAX_CASES:,} of {len(shown):,} are shown."
-    page.add_section("Cases", Cases(shown[:_MAX_CASES], {"share": "Right", **FACETS}), lead=lead)
-
-
-def _make_sampled_case(case: Case, answers: Sequence[Row], wrong: Row) -> dict[str, Any]:
-    whole = {
-        **wrong,
-        "id": case.id,
-        "messages": [message.to_openai() for message in case.prompt.messages],
-        "tools": [tool.to_openai() for tool in case.prompt.tools],
-        "expected_calls": to_plain_calls(case.expected),
-    }
-    made = make_case(whole)
-    answered = [row for row in answers if row.get("error") is None]
-    num_answers, num_right = count_right([dict(row) for row in answered])
-    lines = [f"{row['sample']}: {row['verdict']}: {' '.join(row['answer'].split())[:300]}" for row in answers]
-    made["tags"] = [f"{num_right} of {num_answers} right", *made["tags"]]
-    made["facets"]["share"] = name_share(num_answers, num_right)
-    made["parts"].insert(3, {"heading": "All answers", "text": "\n".join(lines), "kind": "list"})
-    return made
 
 
 def make_case(row: Row) -> dict[str, Any]:
@@ -389,7 +266,7 @@ def _reasoning_parts(row: Row) -> list[dict[str, str]]:
     if not any(reasoning["text"] for reasoning in found):
         return []
     counts = [reasoning["num_tokens"] for reasoning in found]
-    notes = [] if None in counts else [f"{format_count(sum(counts), 'token')}"]
+    notes = [] if None in counts else [f"{formatcount_answers(sum(counts), 'token')}"]
     notes += [] if all(reasoning["is_closed"] for reasoning in found) else ["never closed"]
     heading = f"Reasoning ({', '.join(notes)})" if notes else "Reasoning"
     return [_part(heading, "\n\n".join(reasoning["text"] for reasoning in found), "folded")]

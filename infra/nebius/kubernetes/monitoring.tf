@@ -1,5 +1,5 @@
 # Prometheus, Alertmanager and Grafana. Rules, run discovery and dashboard are the files of sky/monitoring, which also
-# work without Kubernetes; docs/monitoring.md describes them.
+# work without Kubernetes; docs/operate.md describes them.
 
 locals {
   monitoring_files = "${path.module}/../../../sky/monitoring"

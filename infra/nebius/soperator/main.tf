@@ -76,7 +76,7 @@ module "soperator" {
   o11y_iam_tenant_id  = var.tenant_id
   o11y_profile        = ""
 
-  backups_enabled           = "force_disable" # what cannot be made again is pushed elsewhere: docs/deployment.md
+  backups_enabled           = "force_disable" # what cannot be made again is pushed elsewhere: docs/clusters.md
   backups_password          = ""
   backups_schedule          = "@daily-random"
   backups_prune_schedule    = "@daily-random"

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fctune.apps.report.eval_page import write_sample_html
+from fctune.apps.report.sample_page import write_sample_html
 from fctune.base.errors import ConfigError
 from fctune.calls.formats.registry import FORMATS
 from fctune.data.conversation import Call, Conversation, Message, Tool
