@@ -75,16 +75,14 @@ def write_eval_html(summary: Mapping[str, Any], rows: Sequence[Row], path: str |
 
 def count_answers(summary: Mapping[str, Any], noun: str) -> str:
     """Return the number of cases or answers of a summary, with its noun."""
-    return formatcount_answers(summary[f"num_{noun}s"], noun)
+    return format_count(summary[f"num_{noun}s"], noun)
 
 
 def _headline(summary: Mapping[str, Any], num_failures: int) -> str:
     if "all" not in summary["scores"]:
         return f"{num_failures:,} of {count_answers(summary, 'case')} failed; rates are given by category."
     rate = summary["scores"]["all"]["rates"]["accuracy"]
-    return (
-        f"{_percent(rate)} of {formatcount_answers(rate['n'], 'case')} correct (95 % interval {format_bounds(rate)})."
-    )
+    return f"{_percent(rate)} of {format_count(rate['n'], 'case')} correct (95 % interval {format_bounds(rate)})."
 
 
 def distinct(by_category: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +167,7 @@ def _add_confusions(page: Page, rows: Sequence[Row]) -> None:
         most = [[count, expected, made[:80]] for (expected, made), count in tools.most_common(_NUM_CONFUSIONS)]
         parts += [Heading("Confused tools"), Table([Num("Calls"), "Expected", "Called instead"], most)]
         if (rest := len(tools) - len(most)) > 0:
-            parts.append(Text(f"and {formatcount_answers(rest, 'more pair')}", "muted"))
+            parts.append(Text(f"and {format_count(rest, 'more pair')}", "muted"))
     page.add_section("Confusions", *parts)
 
 
@@ -266,7 +264,7 @@ def _reasoning_parts(row: Row) -> list[dict[str, str]]:
     if not any(reasoning["text"] for reasoning in found):
         return []
     counts = [reasoning["num_tokens"] for reasoning in found]
-    notes = [] if None in counts else [f"{formatcount_answers(sum(counts), 'token')}"]
+    notes = [] if None in counts else [f"{format_count(sum(counts), 'token')}"]
     notes += [] if all(reasoning["is_closed"] for reasoning in found) else ["never closed"]
     heading = f"Reasoning ({', '.join(notes)})" if notes else "Reasoning"
     return [_part(heading, "\n\n".join(reasoning["text"] for reasoning in found), "folded")]
