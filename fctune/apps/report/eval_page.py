@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fctune.calls.judge import ERROR_KINDS
+from fctune.config.intervals import format_count
 from fctune.pages.page import (
     Cases,
     Fold,
