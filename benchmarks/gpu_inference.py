@@ -18,6 +18,7 @@ import torch
 
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic import iter_cases
+from fctune.engines.engine import make_prompts
 
 
 def write_weights(folder: Path, device: torch.device) -> int:
@@ -60,16 +61,16 @@ def measure_loading(folder: Path, device: torch.device) -> float:
 
 def measure_generation(folder: Path, device: torch.device, num_prompts: int, new_tokens: int) -> dict[str, Any]:
     """Return the tokens a second of one batch of prompts, prompts read included; the first batch is a warm-up."""
-    from fctune.engines.in_process import InProcessEngine
+    from fctune.engines.local import LocalEngine
 
-    engine = InProcessEngine(folder, batch_size=num_prompts, device=device)
+    engine = LocalEngine(folder, batch_size=num_prompts, device=device)
     engine.model.bfloat16()
     engine.stop_ids = frozenset()  # answers of random weights have any length
     prompts = [Conversation(case.messages, case.tools, case.id) for case in iter_cases(num_prompts, 1)]
-    list(engine.answer(prompts, 4))
+    list(engine.answer(make_prompts(prompts, 4)))
     _wait(device)
     started = time.perf_counter()
-    list(engine.answer(prompts, new_tokens))
+    list(engine.answer(make_prompts(prompts, new_tokens)))
     _wait(device)
     seconds = time.perf_counter() - started
     return {

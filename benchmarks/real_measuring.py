@@ -19,17 +19,17 @@ from fctune.calls.formats.registry import detect_format
 from fctune.cli.eval_options import find_suite
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import read_template_args
-from fctune.engines.endpoint import EndpointEngine
 from fctune.engines.engine import Engine
 from fctune.engines.http_client import RetryPolicy
+from fctune.engines.server import ServerEngine
 from fctune.models.hub import digest_model
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import Row
 from fctune.tasks.evaluation.results import ResultsFile, read_settings
 from fctune.tasks.evaluation.results import read_rows as read_results
 from fctune.tasks.evaluation.run import run_suite
-from fctune.tasks.evaluation.suites import load_suite
 from fctune.tasks.evaluation.summary import summarise_run
+from fctune.tasks.judge import Row
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 
 CATEGORIES = (
     *("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance"),
@@ -139,9 +139,9 @@ def measure(subject: Subject, suites: Sequence[Suite], out: Path, arguments: arg
             with serve(served, arguments.vllm, arguments.vllm_options, arguments.port, log) as url:
                 _ask(suites, out, _connect(url, log.stem), None, measured, arguments)
         else:
-            from fctune.engines.in_process import InProcessEngine
+            from fctune.engines.local import LocalEngine
 
-            engine = InProcessEngine(
+            engine = LocalEngine(
                 subject.model_dir,
                 batch_size=arguments.batch_size,
                 chat_template=subject.template,
@@ -198,9 +198,9 @@ def _find_changes(suite: Suite, path: Path, max_new_tokens: int, measured: Mappi
     return [] if found is None else [_CHANGES[key] for key in expected if found.get(key) != expected[key]]
 
 
-def _connect(url: str, served_name: str | None = None) -> EndpointEngine:
+def _connect(url: str, served_name: str | None = None) -> ServerEngine:
     retry_policy = RetryPolicy(timeout_s=_ANSWER_LIMIT_S)
-    return EndpointEngine(url, model=served_name, concurrency=_CONCURRENCY, retry_policy=retry_policy)
+    return ServerEngine(url, model=served_name, concurrency=_CONCURRENCY, retry_policy=retry_policy)
 
 
 def _ask(

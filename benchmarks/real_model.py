@@ -57,8 +57,8 @@ from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Conversation
 from fctune.runs.figures import flatten_config
 from fctune.tasks.benchmarks.bfcl.single_turn import find_installed_data
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 
 NUM_VALIDATION, NUM_TEST = 60, 120
 _ROOT = Path(__file__).resolve().parents[1]

@@ -30,7 +30,7 @@ from fctune.data.check.similarity import WordHasher
 from fctune.data.conversation import Conversation, Message, Tool
 from fctune.data.sources import read_source
 from fctune.data.synthetic import iter_conversations
-from fctune.tasks.evaluation.cases import Case
+from fctune.tasks.task import Case
 
 # Rows that call a held-out tool cannot be trained on, so held-out questions are those whose tools few others need.
 _MAX_ROWS_PER_TOOL = 2

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fctune.calls.metrics import wilson_interval
-from fctune.tasks.evaluation.judging import Row, is_valid
 from fctune.tasks.evaluation.paired import compare_rows
 from fctune.tasks.evaluation.results import read_rows as read_results
+from fctune.tasks.judge import Row, is_valid
 
 
 def read_answers(folder: Path, names: Collection[str] | None = None) -> list[Row]:

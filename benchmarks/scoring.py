@@ -42,7 +42,8 @@ from fctune.tasks.benchmarks.bfcl.checker import CallChecker  # noqa: E402
 from fctune.tasks.benchmarks.bfcl.multi_turn import check_multi_turn, load_simulators  # noqa: E402
 from fctune.tasks.benchmarks.bfcl.suite import BfclSuite  # noqa: E402
 from fctune.tasks.evaluation.score_file import score_file  # noqa: E402
-from tests.calls.bfcl_wheel import (  # noqa: E402
+from tests.calls.mutations import invented_case, mutate, mutate_source, odd_arguments  # noqa: E402
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import (  # noqa: E402
     PYTHON_CATEGORIES,
     SOURCE_CATEGORIES,
     Case,
@@ -54,9 +55,8 @@ from tests.calls.bfcl_wheel import (  # noqa: E402
     official_served_checker,
     python_cases,
 )
-from tests.calls.mutations import invented_case, mutate, mutate_source, odd_arguments  # noqa: E402
-from tests.calls.turn_mutations import gold_turns, mutate_turns  # noqa: E402
-from tests.tasks.evaluation.official_prompt import is_same_reading, odd_answer  # noqa: E402
+from tests.tasks.benchmarks.bfcl.official_prompt import is_same_reading, odd_answer  # noqa: E402
+from tests.tasks.benchmarks.bfcl.turn_mutations import gold_turns, mutate_turns  # noqa: E402
 
 COPIES = 10
 Predictions = Sequence[tuple[Case, list[Call]]]

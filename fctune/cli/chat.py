@@ -21,7 +21,8 @@ from fctune.engines.model_files import check_model_paths
 
 if TYPE_CHECKING:
     from fctune.data.conversation import Call, Tool
-    from fctune.tasks.evaluation.chat import Chat, ChatStep
+    from fctune.tasks.chat import Chat
+    from fctune.tasks.task import Step
 
 _HELP = """\
 /tools        list the tools      /reasoning  show what the model thought last
@@ -133,7 +134,7 @@ def _open(arguments: argparse.Namespace, tools: tuple[Tool, ...]) -> Chat:
     from fctune.calls.formats.registry import get_format
     from fctune.cli.engines import find_files, open_engine
     from fctune.engines.engine import Sampling
-    from fctune.tasks.evaluation.chat import Chat
+    from fctune.tasks.chat import Chat
 
     engine, call_format = open_engine(
         arguments.model,
@@ -161,7 +162,7 @@ class _ChatTerminal:
         self._commands = commands
         self._timeout_s = timeout_s
         self._simulates = simulates
-        self._last: ChatStep | None = None
+        self._thought = ""
         self._has_failed = False
 
     def run(self, chat: Chat) -> bool:
@@ -179,10 +180,21 @@ class _ChatTerminal:
         return self._has_failed
 
     def _talk(self, chat: Chat, text: str) -> None:
-        """Take the user's turn, and take it back unless it ends with an answer."""
-        style = "yellow"
+        """Take the user's turn, which is not kept unless it ends with an answer."""
+        from fctune.tasks.task import EpisodeStopped
+
+        style, num_rounds = "yellow", 0
+
+        def respond(step: Step) -> Sequence[str]:
+            nonlocal num_rounds
+            self._show(step)
+            if step.calls and num_rounds == _MAX_CALL_ROUNDS:
+                raise EpisodeStopped(f"stopped after {_MAX_CALL_ROUNDS} rounds of calls without a final answer")
+            num_rounds += 1
+            return self._find_results(chat, step.calls)
+
         try:
-            stopped = self._take_turn(chat, text)
+            stopped = chat.say(text, respond)
         except (ConfigError, DataError) as error:
             stopped, style = str(error), "red"
             self._has_failed = True
@@ -191,50 +203,37 @@ class _ChatTerminal:
                 raise
             stopped = "\nanswer cancelled"  # below the ^C that the terminal shows
         if stopped is not None:
-            chat.take_back_turn()
             self._print(stopped, style)
             self._print("your message was taken back", "dim")
 
-    def _take_turn(self, chat: Chat, text: str) -> str | None:
-        """Show the model's answers, and find the results of their calls; returns why it stopped before the last one."""
-        step = chat.say(text)
-        for _ in range(_MAX_CALL_ROUNDS):
-            self._show(step)
-            if not step.calls:
-                return None
-            results = self._find_results(chat, step.calls)
-            if results is None:
-                return "call dropped: no result given"
-            step = chat.give_results(results)
-        self._show(step)
-        return f"stopped after {_MAX_CALL_ROUNDS} rounds of calls without a final answer" if step.calls else None
-
-    def _show(self, step: ChatStep) -> None:
-        self._last = step
-        if step.reasoning:
-            self._print(f"[reasoning, {format_count(len(step.reasoning.split()), 'word')}; /reasoning shows it]", "dim")
+    def _show(self, step: Step) -> None:
+        self._thought = step.thought or ""
+        if self._thought:
+            self._print(f"[reasoning, {format_count(len(self._thought.split()), 'word')}; /reasoning shows it]", "dim")
         if step.content:
             self._print(step.content)
         for call in step.calls:
             self._print(_format_call(call), "bold cyan")
-        for stretch in step.malformed:
+        for stretch in step.parsed.malformed:
             self._print(f"malformed call: {stretch.reason}", "red")
-        if step.is_cut:
+        if step.answer.is_cut:
             self._print("[cut off by --max-new-tokens]", "yellow")
 
-    def _find_results(self, chat: Chat, calls: Sequence[Call]) -> list[str] | None:
-        """Return the calls' results in their order; None as soon as the user gives none."""
+    def _find_results(self, chat: Chat, calls: Sequence[Call]) -> list[str]:
+        """Return the calls' results in their order; ends the turn as soon as the user gives none."""
+        from fctune.tasks.task import EpisodeStopped
+
         results = []
         for call in calls:
             result = self._find_result(chat, call)
             if result is None:
-                return None
+                raise EpisodeStopped("call dropped: no result given")
             results.append(result)
         return results
 
     def _find_result(self, chat: Chat, call: Call) -> str | None:
         """Return a call's result: simulated, of its command, or as typed; None if the user gives none."""
-        from fctune.tasks.evaluation.chat import simulate_result
+        from fctune.tasks.chat import simulate_result
 
         tool = next((tool for tool in chat.tools if tool.name == call.name), None)
         if self._simulates:
@@ -250,7 +249,7 @@ class _ChatTerminal:
         return None if typed is not None and typed.strip() == "/cancel" else typed
 
     def _execute(self, command: list[str], arguments: Mapping[str, Any]) -> str:
-        from fctune.tasks.evaluation.chat import run_tool
+        from fctune.tasks.chat import run_tool
 
         result = run_tool(command, arguments, self._timeout_s)
         self._print(f"result: {result}", "dim")
@@ -264,7 +263,7 @@ class _ChatTerminal:
             for tool in chat.tools:
                 self._print(f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})")
         elif word == "/reasoning":
-            self._print((self._last.reasoning if self._last else "") or "none", "dim")
+            self._print(self._thought or "none", "dim")
         elif word == "/save" and rest:
             try:
                 with open(rest, "a", encoding="utf-8") as file:

@@ -20,11 +20,13 @@ from typing import Any
 from fctune.base.errors import ConfigError, DataError
 from fctune.cli.files import write_file
 from fctune.cli.tables import format_gaps, format_rate, make_console, make_reasoning_table, make_table
-from fctune.tasks.benchmarks import Benchmark, Measured, find_benchmark_of_rows
+from fctune.tasks.benchmarks import Benchmark, find_benchmark_of_rows
 from fctune.tasks.evaluation.paired import Comparison, compare_rows
 from fctune.tasks.evaluation.published import is_published, read_published
-from fctune.tasks.evaluation.reasoning import summarise_reasoning
-from fctune.tasks.evaluation.results import Row, read_rows, read_settings
+from fctune.tasks.evaluation.results import read_rows, read_settings
+from fctune.tasks.evaluation.summary import summarise_reasoning
+from fctune.tasks.judge import Row
+from fctune.tasks.suite import Measured
 
 
 def run(arguments: argparse.Namespace) -> int:

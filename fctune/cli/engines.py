@@ -10,10 +10,10 @@ from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import detect_format
 from fctune.config.loading import read_environment
 from fctune.data.chosen_template import open_chosen_template
-from fctune.engines.endpoint import EndpointEngine
 from fctune.engines.engine import Engine, Sampling
 from fctune.engines.http_client import RetryPolicy
 from fctune.engines.model_files import ModelFiles, check_model_paths, find_model, is_server
+from fctune.engines.server import ServerEngine
 
 if TYPE_CHECKING:
     import torch
@@ -71,13 +71,13 @@ def open_engine(
         if chat_template is not None:
             raise ConfigError("--chat-template: a server renders its own. Start it with the template, and omit this.")
         key = read_environment().get("FCTUNE_API_KEY") or None
-        engine = EndpointEngine(
+        engine = ServerEngine(
             model, served_model, key, concurrency, sampling, request, retry_policy, template_args, keeps_tokens
         )
         return engine, named
-    from fctune.engines.in_process import InProcessEngine
+    from fctune.engines.local import LocalEngine
 
-    in_process = InProcessEngine(
+    in_process = LocalEngine(
         *files,
         batch_size=batch_size,
         sampling=sampling,

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -43,17 +43,17 @@ from fctune.config.loading import read_environment
 from fctune.engines.engine import Engine, Sampling
 from fctune.engines.http_client import RetryPolicy
 from fctune.engines.model_files import ModelFiles, is_server
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.leaks import find_leaks
-from fctune.tasks.evaluation.proposals import write_proposals
-from fctune.tasks.evaluation.results import ResultsFile, Row
-from fctune.tasks.evaluation.suites import benchmark_of, load_suite
+from fctune.tasks.evaluation.held_out import find_leaks
+from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.evaluation.summary import summarise_run
+from fctune.tasks.judge import Row
+from fctune.tasks.sampling.selection import write_proposals
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import benchmark_of, load_suite
 
 if TYPE_CHECKING:
     from fctune.base.distributed import World
 
-T = TypeVar("T")
 _NUM_SHOWN = 5
 
 
@@ -219,40 +219,29 @@ def open_engine(
 
     Returns it with the call format of its text, None if the server parses the calls.
     """
-    return _on_every_rank(world, lambda: _open_engine(arguments, files, named, world, keeps_tokens))
 
+    def open_here() -> tuple[Engine, CallFormat | None]:
+        return engines.open_engine(
+            arguments.model,
+            files,
+            named,
+            sampling=Sampling(arguments.temperature, arguments.seed or 0),
+            template_args=arguments.template_args,
+            chat_template=arguments.chat_template,
+            batch_size=arguments.batch_size,
+            device=world.device if world else None,
+            served_model=arguments.served_model,
+            concurrency=arguments.concurrency,
+            request=arguments.request,
+            retry_policy=RetryPolicy(max_attempts=arguments.attempts, timeout_s=arguments.timeout),
+            keeps_tokens=keeps_tokens,
+        )
 
-def _open_engine(
-    arguments: argparse.Namespace,
-    files: ModelFiles | None,
-    named: CallFormat | None,
-    world: World | None,
-    keeps_tokens: bool,
-) -> tuple[Engine, CallFormat | None]:
-    return engines.open_engine(
-        arguments.model,
-        files,
-        named,
-        sampling=Sampling(arguments.temperature, arguments.seed or 0),
-        template_args=arguments.template_args,
-        chat_template=arguments.chat_template,
-        batch_size=arguments.batch_size,
-        device=world.device if world else None,
-        served_model=arguments.served_model,
-        concurrency=arguments.concurrency,
-        request=arguments.request,
-        retry_policy=RetryPolicy(max_attempts=arguments.attempts, timeout_s=arguments.timeout),
-        keeps_tokens=keeps_tokens,
-    )
-
-
-def _on_every_rank(world: World | None, action: Callable[[], T]) -> T:
-    """Run ``action`` and return its result once it has succeeded on every rank."""
     if world is None:
-        return action()
+        return open_here()
     from fctune.base.distributed import run_on_all_ranks
 
-    return run_on_all_ranks(action)
+    return run_on_all_ranks(open_here)
 
 
 def default_out(arguments: argparse.Namespace, file: str, kind: str = "eval") -> Path:

@@ -91,8 +91,8 @@ def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     from fctune.cli import evaluate
     from fctune.tasks.evaluation.row_cases import check_benchmark
-    from fctune.tasks.evaluation.suites import benchmark_of
-    from fctune.tasks.sampling.rewards import BINARY, check_reward
+    from fctune.tasks.rewards import BINARY, check_reward
+    from fctune.tasks.suite_files import benchmark_of
 
     arguments.reward = arguments.reward or dict(BINARY)
     check_reward(arguments.reward, "--reward")
@@ -112,8 +112,8 @@ def _sample(arguments: argparse.Namespace, suite: Any, world: Any) -> None:
     from fctune.cli import evaluate
     from fctune.cli.tables import make_console
     from fctune.tasks.evaluation.results import ResultsFile
-    from fctune.tasks.evaluation.suites import benchmark_of
     from fctune.tasks.sampling.run import Budget, sample_suite, summarise_samples
+    from fctune.tasks.suite_files import benchmark_of
 
     named, files = evaluate.check_model(arguments, world)
     out = arguments.out or evaluate.default_out(arguments, suite.name, "sample")
@@ -122,12 +122,11 @@ def _sample(arguments: argparse.Namespace, suite: Any, world: Any) -> None:
     engine, call_format = evaluate.open_engine(arguments, files, named, world, arguments.keep_tokens)
     if arguments.tokenizer is not None:
         from fctune.data.chat_template import ChatTemplate
-        from fctune.engines.endpoint import EndpointEngine
-        from fctune.engines.token_check import check_server_tokens
+        from fctune.engines.server import ServerEngine
         from fctune.models.hub import resolve_model_dir
 
-        assert isinstance(engine, EndpointEngine)
-        check_server_tokens(engine, ChatTemplate(resolve_model_dir(arguments.tokenizer)))
+        assert isinstance(engine, ServerEngine)
+        engine.check_tokens(ChatTemplate(resolve_model_dir(arguments.tokenizer)))
     max_seconds = None if arguments.max_minutes is None else 60 * arguments.max_minutes
     console = make_console()
     with Progress(console=console, transient=True) if console.is_terminal and rank == 0 else nullcontext() as progress:
@@ -164,8 +163,8 @@ def _sample(arguments: argparse.Namespace, suite: Any, world: Any) -> None:
 
 def _write_rows(arguments: argparse.Namespace, suite: Any, rows: Sequence[Any], out: Path) -> dict[str, int]:
     """Write ``sft.jsonl`` and ``pairs.jsonl``; returns the number of rows in each."""
-    from fctune.tasks.evaluation.suites import benchmark_of
     from fctune.tasks.sampling.selection import group_by_case, iter_selected, select_pairs, select_rows
+    from fctune.tasks.suite_files import benchmark_of
 
     groups, benchmark = group_by_case(rows), benchmark_of(suite)
     chosen = list(

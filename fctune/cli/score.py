@@ -11,7 +11,7 @@ from fctune.config.intervals import format_count
 from fctune.tasks.benchmarks import find_benchmarks
 
 if TYPE_CHECKING:
-    from fctune.tasks.evaluation.cases import Suite
+    from fctune.tasks.suite import Suite
 
 _NUM_SHOWN = 5
 
@@ -48,7 +48,8 @@ def _score_benchmark(arguments: argparse.Namespace) -> int:
 
 
 def _score_calls(arguments: argparse.Namespace) -> int:
-    from fctune.tasks.evaluation.cases import Suite, read_cases
+    from fctune.tasks.suite import Suite
+    from fctune.tasks.suite_files import read_cases
 
     return _score(arguments, Suite(Path(arguments.cases).stem, tuple(read_cases(arguments.cases))))
 

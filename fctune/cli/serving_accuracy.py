@@ -31,10 +31,11 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Conversation, Message
 from fctune.engines.model_files import find_model
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.results import Row, read_rows
+from fctune.tasks.evaluation.results import read_rows
 from fctune.tasks.evaluation.serving import Served, parse_as_served
 from fctune.tasks.evaluation.summary import summarise_run
+from fctune.tasks.judge import Row
+from fctune.tasks.suite import Suite
 
 _GREETING = Conversation((Message("user", "Hello"),))
 

@@ -24,8 +24,8 @@ from fctune.cli.tables import make_console, make_table
 from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
 from fctune.data.conversation import Conversation
-from fctune.engines.endpoint import EndpointEngine
 from fctune.engines.model_files import find_model, is_server
+from fctune.engines.server import ServerEngine
 
 if TYPE_CHECKING:
     from fctune.tasks.evaluation.throughput import Speed
@@ -60,13 +60,13 @@ def _prompts(arguments: argparse.Namespace) -> list[Conversation]:
 
 
 def _make_measures(arguments: argparse.Namespace, model: str, prompts: list[Conversation]) -> list[Callable[[], Speed]]:
-    from fctune.engines.in_process import InProcessEngine
+    from fctune.engines.local import LocalEngine
     from fctune.tasks.evaluation.throughput import measure_endpoint, measure_in_process
 
     if is_server(model):
-        server = EndpointEngine(model, arguments.served_model, read_environment().get("FCTUNE_API_KEY") or None)
+        server = ServerEngine(model, arguments.served_model, read_environment().get("FCTUNE_API_KEY") or None)
         return [_bind(measure_endpoint, server, prompts, width, arguments.new_tokens) for width in arguments.widths]
-    engine = InProcessEngine(*find_model(model))
+    engine = LocalEngine(*find_model(model))
     return [_bind(measure_in_process, engine, prompts, width, arguments.new_tokens) for width in arguments.widths]
 
 

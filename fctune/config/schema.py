@@ -88,7 +88,7 @@ class RunConfig:
 
     output_dir: Annotated[str, MAY_CHANGE]
     """Directory for the run's record, metrics, checkpoints and exports; one run per directory."""
-    model: Annotated[ModelConfig, SAME_CONTENT]
+    model: ModelConfig
     """Base model."""
     data: Annotated[DataConfig, SAME_CONTENT]
     """Training rows."""

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fctune.calls.reasoning.base import Reasoning
 from fctune.calls.reasoning.registry import detect_reasoning, find_reasoning
 from fctune.data.chat_template import ChatTemplate
-from fctune.engines.engine import Answer, AnswerTokens
+from fctune.engines.engine import Answer
 
 # Tokens at the end of a prompt that may open the reasoning.
 _NUM_ENDING = 32
 
 
 class AnswerDecoder:
-    """Decodes the answers of one chat template.
+    """Decodes the answers of one chat template."""
 
-    Args:
-        template: The template, with its tokenizer.
-        stop_ids: Tokens that end an answer.
-    """
-
-    def __init__(self, template: ChatTemplate, stop_ids: Set[int]):
-        self.template, self.stop_ids = template, stop_ids
+    def __init__(self, template: ChatTemplate):
+        self.template = template
         self.reasoning_format = detect_reasoning(template.source)
 
-    def decode(self, index: int, tokens: AnswerTokens, has_tokens: bool = True) -> Answer:
-        """Return the answer that these tokens are; it keeps them if ``has_tokens``."""
-        ids = tokens.ids
-        is_stopped = bool(ids) and ids[-1] in self.stop_ids
-        text = self.template.decode(ids[:-1] if is_stopped else ids)
-        answer = Answer(index, text, not is_stopped, num_tokens=len(ids), tokens=tokens if has_tokens else None)
-        return replace(answer, reasoning=self.find_reasoning(tokens.prompt_ids, text))
+    def decode(self, answer: Answer, has_tokens: bool = True) -> Answer:
+        """Return an answer with the text, the reasoning and the number of its tokens, which it keeps if ``has_tokens``.
+
+        Unless the answer was cut, its last token is its stop token.
+        """
+        assert answer.tokens is not None
+        ids = answer.tokens.ids
+        text = self.template.decode(ids if answer.is_cut else ids[:-1])
+        return replace(
+            answer,
+            text=text,
+            reasoning=self.find_reasoning(answer.tokens.prompt_ids, text),
+            num_tokens=len(ids),
+            tokens=answer.tokens if has_tokens else None,
+        )
 
     def find_reasoning(self, prompt: Sequence[int], text: str) -> Reasoning | None:
         """Return the reasoning in a text, with its number of tokens; the prompt may have opened it."""

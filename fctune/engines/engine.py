@@ -1,4 +1,8 @@
-"""The interface of engines, which generate a model's answers to conversations."""
+"""The interface of engines: prompts in, a model's answers out, in this process or through a server.
+
+Everything that lets a model answer goes through ``Engine``: evaluation, sampling, rollouts and chat. A prompt is a
+conversation, which the engine renders, or the token ids to continue, which it takes as they are.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,25 @@ from typing import Any, Protocol
 
 from fctune.calls.reasoning.base import Reasoning
 from fctune.data.conversation import Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request for one answer.
+
+    Attributes:
+        conversation: What the model answers; its ``source`` names the prompt in errors.
+        max_new_tokens: Limit of the answer.
+        sample: Number of the answer among those to equal conversations, so that sampled ones differ.
+        ids: Token ids to continue without rendering the conversation; None: the chat template renders it.
+        seed: Seed of the sampled tokens; None: the engine derives it from its own seed, conversation and sample.
+    """
+
+    conversation: Conversation
+    max_new_tokens: int
+    sample: int = 0
+    ids: tuple[int, ...] | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +62,8 @@ class Answer:
         seconds: Duration of the request; None for answers that were generated in a batch.
         num_tokens: Number of generated tokens, the stop token included; None if a server does not report it.
         tokens: The token ids and their log-probabilities, if the engine keeps them.
+        version: Version of the policy that generated it; 0 if none was published.
+        rejected: Kinds of the unusable answers that a server sent before it, or instead of it (``server_answers``).
     """
 
     index: int
@@ -46,10 +71,12 @@ class Answer:
     is_cut: bool = False
     tool_calls: tuple[Mapping[str, Any], ...] | None = None
     error: str | None = None
-    seconds: float | None = None
     reasoning: Reasoning | None = None
+    seconds: float | None = None
     num_tokens: int | None = None
     tokens: AnswerTokens | None = None
+    version: int = 0
+    rejected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +92,37 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """Generates a model's answers to conversations, in any order."""
+    """Generates a model's answers, in any order."""
 
-    def answer(
-        self, prompts: Sequence[Conversation], max_new_tokens: int, samples: Sequence[int] = ()
-    ) -> Iterator[Answer]:
-        """Yield one answer per prompt in the order of completion; a failed one has its ``error`` set.
-
-        ``samples`` has the number of each prompt's sample, so that answers to equal prompts differ; empty: all 0.
-        """
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
+        """Yield one answer per prompt in the order of completion; a failed one has its ``error`` set."""
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model and its settings; equal only if answers are comparable."""
+
+
+class PolicyEngine(Engine, Protocol):
+    """An engine whose model is replaced while it is trained; its answers have their tokens."""
+
+    @property
+    def version(self) -> int:
+        """Version of the policy that answers new prompts; 0 before anything was published."""
+
+    def publish(self, policy: Any, version: int) -> None:
+        """Answer with this policy from now on.
+
+        Args:
+            policy: For a server the directory of a PEFT adapter, in process a transformers model.
+            version: Number of updates that the policy has seen.
+        """
+
+    def close(self) -> None:
+        """Release connections and memory."""
+
+
+def make_prompts(
+    conversations: Sequence[Conversation], max_new_tokens: int, samples: Sequence[int] = ()
+) -> list[Prompt]:
+    """Return a prompt for each conversation, with the numbers of their samples; without numbers, all are 0."""
+    numbers = samples or [0] * len(conversations)
+    return [Prompt(one, max_new_tokens, sample) for one, sample in zip(conversations, numbers, strict=True)]

@@ -34,7 +34,7 @@ from fctune.runs.device import describe_device, total_memory
 from fctune.runs.directory import RunDirectory, RunFiles, find_typed_command
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
-from fctune.tasks.evaluation.leaks import HELD_OUT_FILE
+from fctune.tasks.evaluation.held_out import HELD_OUT_FILE
 from fctune.training.callbacks.checkpoint import SAVE_FAILED, SaveError
 from fctune.training.callbacks.stop import STOPPED, Stopped, StopRequest
 from fctune.training.host_memory import reuse_freed_memory

@@ -7,12 +7,9 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from fctune.base import distributed
 from fctune.base.distributed import World
-from fctune.base.errors import DataError
-from fctune.calls.formats.registry import detect_format
 from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
 from fctune.config.sections.rollouts import is_dialogue_source
@@ -20,20 +17,17 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.packed_samples import pack_samples
 from fctune.data.prepared_set import PreparedSet
 from fctune.data.stop_tokens import read_eos_ids
-from fctune.engines.decoding import AnswerDecoder, find_stop_ids
 from fctune.engines.engine import Sampling
-from fctune.engines.in_process import InProcessEngine
+from fctune.engines.local import LocalEngine
+from fctune.engines.policy_server import PolicyServer
 from fctune.models.export import export_adapter
 from fctune.runs.record import MetricsFile
+from fctune.tasks.episode import EpisodeLimits
 from fctune.tasks.evaluation.live import build_answering, random_state_restored
-from fctune.tasks.evaluation.suites import benchmark_of
-from fctune.tasks.sampling.case_tasks import CaseTasks, load_training_suite
-from fctune.tasks.sampling.in_process_rollouts import InProcessRolloutEngine
-from fctune.tasks.sampling.rewards import BINARY
-from fctune.tasks.sampling.rollouts import TaskSet
-from fctune.tasks.sampling.server_engine import ServerRolloutEngine
-from fctune.tasks.sampling.task_order import TaskOrder
-from fctune.tasks.sampling.task_sets import open_dialogue_tasks, open_server_engine
+from fctune.tasks.rollouts import CaseTasks, RolloutSettings, TaskSet
+from fctune.tasks.sampling.collection import TaskOrder
+from fctune.tasks.sampling.task_sets import load_training_suite, open_dialogue_tasks, open_server_engine
+from fctune.tasks.suite_files import benchmark_of
 from fctune.training.adapters import AdapterTuning
 from fctune.training.callbacks.stop import StopCallback
 from fctune.training.entry import Run
@@ -82,16 +76,19 @@ class PolicyTuning(AdapterTuning):
             meanwhile=self._stop_if_requested,
         )
 
-    def train(self) -> None:
-        """Take all steps of the run.
-
-        Raises:
-            DataError: None of them has changed the policy.
-        """
-        super().train()
-        steps = MetricsFile(self.run.directory.metrics)
-        if (reason := distributed.run_on_rank_0(lambda: describe_nothing_learned(steps))) is not None:
-            raise DataError(reason)
+    def describe_nothing_learned(self, steps: MetricsFile) -> str | None:
+        """Return why no step has changed the policy; None if one did, or if the file lacks the run's first steps."""
+        steps.update()
+        losses, norms = steps.column("loss"), steps.column("grad_norm")  # of steps that were not finite, one is None
+        taken = [norm for loss, norm in zip(losses, norms, strict=True) if loss is not None and norm is not None]
+        if any(taken) or not steps.steps or steps.steps[0] != 1:
+            return None
+        return (
+            f"nothing was learned in {format_count(len(norms), 'step')}: the gradient was 0 in {len(taken):,}, as when "
+            f"all answers of each group have equal rewards, and not finite in {len(norms) - len(taken):,}, which were "
+            "skipped. Set grpo.drop_flat_groups=true and on_nonfinite=stop to see the cause in the first such step, "
+            "and use cases that the model sometimes gets right."
+        )
 
     def _stop_if_requested(self) -> None:
         """Save and stop as after a step, while the run waits for a server that may be gone.
@@ -115,20 +112,20 @@ class PolicyTuning(AdapterTuning):
 
     def _open_tasks(self) -> tuple[TaskSet, TaskOrder, str | None]:
         """Return the tasks, their order, and the benchmark that they belong to, if any."""
-        grpo, max_tokens, template = self.grpo, self.config.data.seq_len, self._template
-        limits: dict[str, Any] = {"max_new_tokens": grpo.max_new_tokens, "max_tokens": max_tokens}
+        grpo = self.grpo
+        limits = EpisodeLimits(grpo.max_new_tokens, max_tokens=self.config.data.seq_len)
+        settings = RolloutSettings(self._template, limits, grpo.reward)
         if is_dialogue_source(grpo.cases):
-            dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, template, reward=grpo.reward, **limits)
+            dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, settings)
             return dialogues, TaskOrder(dialogues.ids, self.config.seed), None
         suite = load_training_suite(grpo.cases, grpo.force_benchmark)
-        decoder = AnswerDecoder(template, find_stop_ids(self._eos_ids, template))
-        tasks = CaseTasks(suite, decoder, detect_format(template.source), weights=grpo.reward or BINARY, **limits)
+        tasks = CaseTasks(suite, settings)
         order = TaskOrder(tasks.ids, self.config.seed, tasks.categories, grpo.category_shares)
         return tasks, order, benchmark_of(suite)
 
-    def _open_server(self) -> tuple[ServerRolloutEngine | None, Callable[[int], None]]:
+    def _open_server(self) -> tuple[PolicyServer | None, Callable[[int], None]]:
         """Return rank 0's engine, and the function that loads the adapter in training into the server."""
-        server, directory, opened = self.grpo.server, self.run.directory.path, list[ServerRolloutEngine]()
+        server, directory, opened = self.grpo.server, self.run.directory.path, list[PolicyServer]()
         assert server is not None
 
         def connect() -> None:
@@ -137,7 +134,7 @@ class PolicyTuning(AdapterTuning):
                 temperature=self.grpo.temperature,
                 min_positions=self.config.data.seq_len,
                 is_resumed=self.run.resume is not None,
-                say=logger.warning,
+                log=logger.warning,
             )
             opened.append(engine)
 
@@ -151,26 +148,22 @@ class PolicyTuning(AdapterTuning):
 
         return (opened[0] if opened else None), publish
 
-    def _open_in_process(self) -> tuple[InProcessRolloutEngine, Callable[[int], None]]:
+    def _open_in_process(self) -> tuple[LocalEngine, Callable[[int], None]]:
         """Return this rank's engine, and the function that passes it the merged weights of the model in training."""
         from transformers import GenerationConfig
 
         self.check_answering_memory("grpo.engine=in_process", "Let a server generate: grpo.engine=server")
         device = self.world.device
-
-        def make_engine(model: Any) -> InProcessEngine:
-            return InProcessEngine(
-                self.model_dir,
-                batch_size=self.grpo.generation_batch_size,
-                sampling=Sampling(self.grpo.temperature, self.config.seed),
-                device=device,
-                model=model,
-                template_args=self.config.model.template_args,
-                chat_template=self.chat_template,
-                keeps_tokens=True,
-            )
-
-        engine = InProcessRolloutEngine(make_engine)
+        engine = LocalEngine(
+            self.model_dir,
+            batch_size=self.grpo.generation_batch_size,
+            sampling=Sampling(self.grpo.temperature, self.config.seed),
+            device=device,
+            loads_model=False,
+            template_args=self.config.model.template_args,
+            chat_template=self.chat_template,
+            keeps_tokens=True,
+        )
 
         def publish(version: int) -> None:
             with random_state_restored(device):
@@ -180,18 +173,3 @@ class PolicyTuning(AdapterTuning):
                 engine.publish(policy, version)
 
         return engine, publish
-
-
-def describe_nothing_learned(steps: MetricsFile) -> str | None:
-    """Return why no step of a run changed the policy; None if one did, or if the file lacks the run's first steps."""
-    steps.update()
-    losses, norms = steps.column("loss"), steps.column("grad_norm")  # of steps that were not finite, one is None
-    taken = [norm for loss, norm in zip(losses, norms, strict=True) if loss is not None and norm is not None]
-    if any(taken) or not steps.steps or steps.steps[0] != 1:
-        return None
-    return (
-        f"nothing was learned in {format_count(len(norms), 'step')}: the gradient was 0 in {len(taken):,}, as when all "
-        f"answers of each group have equal rewards, and not finite in {len(norms) - len(taken):,}, which were skipped. "
-        "Set grpo.drop_flat_groups=true and on_nonfinite=stop to see the cause in the first such step, and use cases "
-        "that the model sometimes gets right."
-    )

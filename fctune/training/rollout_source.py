@@ -24,10 +24,10 @@ from fctune.base.distributed import World
 from fctune.base.errors import DataError
 from fctune.checkpoint.fault_hooks import fire
 from fctune.config.schema import RunConfig
+from fctune.engines.engine import PolicyEngine
 from fctune.models.attention import MakeBounds
-from fctune.tasks.sampling.collection import RolloutBatch, RolloutCollector
-from fctune.tasks.sampling.rollouts import Request, Rollout, RolloutEngine, TaskSet
-from fctune.tasks.sampling.task_order import Position, TaskOrder
+from fctune.tasks.rollouts import Request, Rollout, TaskSet
+from fctune.tasks.sampling.collection import Position, RolloutBatch, RolloutCollector, TaskOrder
 from fctune.training.policy_gradient import compute_advantages
 from fctune.training.prefetch import StepData
 from fctune.training.rollout_steps import TrainedRollout, make_step_data
@@ -69,7 +69,7 @@ class RolloutSource:
         config: RunConfig,
         tasks: TaskSet,
         order: TaskOrder,
-        engine: RolloutEngine | None,
+        engine: PolicyEngine | None,
         world: World,
         make_bounds: MakeBounds,
         publish: Callable[[int], None],

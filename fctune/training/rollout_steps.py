@@ -13,7 +13,7 @@ from fctune.data.loader import Batch, GlobalStep
 from fctune.data.packed_samples import pack_samples
 from fctune.data.prepared_set import PreparedSet
 from fctune.models.attention import MakeBounds
-from fctune.tasks.sampling.rollouts import Rollout
+from fctune.tasks.rollouts import Rollout
 from fctune.training.loop import build_loader
 from fctune.training.prefetch import Inputs, StepData, make_inputs
 

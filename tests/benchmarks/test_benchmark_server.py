@@ -28,9 +28,9 @@ from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import read_template_args
 from fctune.runs.record import read_run
 from fctune.tasks.evaluation.accuracy import find_accuracies
-from fctune.tasks.evaluation.cases import Suite
 from fctune.tasks.evaluation.results import read_settings
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 from tests.conftest import ROOT, TINY_BASE
 from tests.ranks import find_port
 from tests.runs.sample_runs import change_run, make_run

@@ -23,7 +23,7 @@ from benchmarks.real_summary import format_table, read_answers, summarise
 from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tool_schema import ToolSet
-from fctune.tasks.evaluation.cases import Case
+from fctune.tasks.task import Case
 
 PLACES = ("Paris", "Rome", "Oslo", "Lima")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fctune.data.conversation import Call
-from tests.calls.bfcl_wheel import Case, gold_calls
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import Case, gold_calls
 
 _STRAY_VALUES: tuple[Any, ...] = (
     "", " ", "abc", "5", "true", "None", 0, 1, -1, 5, 5.0, 0.1, True, False, None, [], [1], ["a"], [[1, 2]], {},

@@ -25,8 +25,8 @@ from fctune.calls.matching import is_equal
 from fctune.data.conversation import Call, Tool
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.row_json import MAX_VALUE_DEPTH, check_depth
-from tests.calls.bfcl_wheel import SOURCE_CATEGORIES, gold_calls, load_cases, needs_wheel, python_cases
 from tests.conftest import ROOT
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import SOURCE_CATEGORIES, gold_calls, load_cases, needs_wheel, python_cases
 
 GOLDEN = Path(__file__).parents[2].parent / "shared" / "data" / "rendered_formats"
 WEATHER = Tool(

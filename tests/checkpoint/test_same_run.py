@@ -76,6 +76,7 @@ def test_a_run_resumes_wherever_its_answers_come_from(current: tuple[str, ...]) 
         ("grpo.clip_high=0.3", "  grpo.clip_high: was none, is 0.3\n"),
         ("optimizer.eps=1e-6", "  optimizer.eps: was none, is 1e-06\n"),
         ("~adapter.modules", "  adapter.modules: was"),
+        ("model.router_aux_loss=0.1", "  model.router_aux_loss: was none, is 0.1\n"),
     ],
 )
 def test_a_setting_of_the_loss_is_named_alone(current: str, words: str) -> None:

@@ -19,9 +19,9 @@ from fctune.calls.reasoning.registry import find_reasoning
 from fctune.cli import main
 from fctune.data.conversation import Call, Conversation
 from fctune.data.sources import Defect, read_source
-from fctune.engines import in_process
-from fctune.engines.engine import Answer
-from fctune.tasks.evaluation.chat import run_tool
+from fctune.engines import local
+from fctune.engines.engine import Answer, Prompt
+from fctune.tasks.chat import run_tool
 from tests.conftest import TINY_BASE
 
 TOOLS = [
@@ -45,7 +45,7 @@ ALTERNATION = """\
 CALL = FORMATS["hermes"].render([Call("get_time", {"city": "Oslo"})])
 
 
-class ScriptedEngine(in_process.InProcessEngine):
+class ScriptedEngine(local.LocalEngine):
     """The engine with a model that says what it is told to; the template and its call format are real."""
 
     texts: ClassVar[list[str]] = []
@@ -55,10 +55,10 @@ class ScriptedEngine(in_process.InProcessEngine):
         super().__init__(*arguments, **options)
         type(self).prompts = []
 
-    def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
         (prompt,) = prompts
-        self._encode(prompts, max_new_tokens)
-        self.prompts.append(prompt)
+        self._encode(prompts)
+        self.prompts.append(prompt.conversation)
         text = self.texts[len(self.prompts) - 1]
         yield Answer(0, text, reasoning=find_reasoning(text))
 
@@ -73,7 +73,7 @@ class TerminalInput(io.StringIO):
 @pytest.fixture
 def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run the command on typed lines, with the model's texts; returns what it prints."""
-    monkeypatch.setattr(in_process, "InProcessEngine", ScriptedEngine)
+    monkeypatch.setattr(local, "LocalEngine", ScriptedEngine)
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
 
     def run(

@@ -15,8 +15,8 @@ import pytest
 
 from fctune.cli import main
 from fctune.data.check import make_report_schema
-from tests.calls.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel
 from tests.conftest import REAL_DATA, ROOT, run_with_closed_pipe
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 BAD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "robot", "content": "Hello."}]}

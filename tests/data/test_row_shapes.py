@@ -25,7 +25,7 @@ from fctune.data.sources import Defect, ParsedRow, has_reasoning_rows, parse_sou
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
-from fctune.tasks.evaluation.cases import read_cases
+from fctune.tasks.suite_files import read_cases
 from tests.conftest import ROOT, TINY_BASE
 
 NUM_ROWS = 12

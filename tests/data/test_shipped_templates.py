@@ -26,7 +26,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate, open_chosen_template
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tracing import TracedTemplate
-from fctune.engines.in_process import InProcessEngine
+from fctune.engines.local import LocalEngine
 from fctune.models.export import Prompting, copy_companions
 from tests.conftest import ROOT, TINY_BASE
 
@@ -414,9 +414,9 @@ def test_an_adapter_answers_with_the_template_beside_it(make_model: Callable[...
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base)
-    engine = InProcessEngine(base, adapter, model=model)
+    engine = LocalEngine(base, adapter, model=model)
     assert detect_format(engine.template.source).name == "pythonic"
-    chosen = InProcessEngine(base, adapter, model=model, chat_template=choose("hermes"))
+    chosen = LocalEngine(base, adapter, model=model, chat_template=choose("hermes"))
     assert detect_format(chosen.template.source).name == "hermes"
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from fctune.data.conversation import Call, Tool
 from fctune.data.schema_compiler import compile_schema
 from fctune.data.tool_schema import ToolSchema, ToolSet, load_schema, to_json_schema
-from tests.calls.bfcl_wheel import gold_calls, needs_wheel, python_cases
 from tests.calls.mutations import mutate
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import gold_calls, needs_wheel, python_cases
 
 
 def make_tools(properties: Any, **more: Any) -> ToolSet:

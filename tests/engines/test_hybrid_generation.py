@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fctune.data.conversation import Conversation, Message
-from fctune.engines.in_process import InProcessEngine
+from fctune.engines.engine import make_prompts
+from fctune.engines.local import LocalEngine
 from tests.models.hybrid_samples import save_hybrid
 
 
@@ -17,8 +18,8 @@ def test_batched_answers_of_hybrid_models_equal_those_one_at_a_time(model_type: 
     texts = ("Hello.", "Book a table for two at eight, please, near the station.", "And the weather in Oslo?")
     prompts = [Conversation((Message("user", text),)) for text in texts]
     together, alone = (
-        [answer.text for answer in sorted(engine.answer(prompts, 6), key=lambda answer: answer.index)]
-        for engine in (InProcessEngine(base, batch_size=size) for size in (3, 1))
+        [answer.text for answer in sorted(engine.answer(make_prompts(prompts, 6)), key=lambda answer: answer.index)]
+        for engine in (LocalEngine(base, batch_size=size) for size in (3, 1))
     )
     assert together == alone
     assert any(together)

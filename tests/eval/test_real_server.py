@@ -18,7 +18,7 @@ import pytest
 
 from eval import tool_calls
 from fctune.data.conversation import Conversation, Message
-from fctune.engines.endpoint import EndpointEngine
+from fctune.engines.server import ServerEngine
 from fctune.tasks.evaluation.results import read_rows
 
 SERVING = ("fastapi", "uvicorn", "openai")
@@ -90,6 +90,6 @@ def test_a_model_answers_the_same_here_from_its_adapter_and_behind_a_server(tmp_
         unread = rows("unread", *server)
         assert all(row["calls"] == [] for row in unread)
         assert [row["answer"] for row in unread] == [row["answer"] for row in here]
-        timing = EndpointEngine(url, str(merged)).time_answer(Conversation((Message("user", "Hello."),)), 8)
+        timing = ServerEngine(url, str(merged)).time_answer(Conversation((Message("user", "Hello."),)), 8)
         assert 0 < timing.first_s <= timing.total_s
         assert timing.num_tokens > 0

@@ -17,11 +17,11 @@ from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import SERVERS, Server
 from fctune.calls.formats.registry import FORMATS
 from fctune.engines.engine import Answer
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import judge_answer
 from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.evaluation.serving import parse_as_served
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.judge import judge_answer
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 from tests.conftest import ROOT
 
 MODULES = {"vllm": "vllm.tool_parsers", "sglang": "sglang.srt.function_call.function_call_parser"}

@@ -11,8 +11,8 @@ import pytest
 
 from eval import throughput
 from fctune.data.conversation import Conversation, Message
-from fctune.engines.endpoint import EndpointEngine
-from fctune.engines.in_process import InProcessEngine
+from fctune.engines.local import LocalEngine
+from fctune.engines.server import ServerEngine
 from fctune.tasks.evaluation.throughput import Speed, measure_endpoint, measure_in_process, measure_rounds
 from tests.engines.fault_server import Handler, serve
 
@@ -20,7 +20,7 @@ PROMPTS = [Conversation((Message("user", f"Say kalo menu {i}."),)) for i in rang
 
 
 def test_every_answer_is_as_long_as_asked_and_times_are_in_order(tiny_base: Path) -> None:
-    engine = InProcessEngine(tiny_base)
+    engine = LocalEngine(tiny_base)
     for width in (1, 4):
         speed = measure_in_process(engine, PROMPTS, width, 12)
         assert (speed.width, speed.num_prompts, speed.num_tokens) == (width, 6, 72)
@@ -38,7 +38,7 @@ def test_a_server_is_timed_from_the_request_to_its_tokens() -> None:
         handler.stream(*events, "[DONE]", pause_s=0.05)
 
     with serve(behave) as log:
-        engine = EndpointEngine(log.url)
+        engine = ServerEngine(log.url)
         alone = measure_endpoint(engine, PROMPTS, 1, 5)
         log.max_open = 0
         together = measure_endpoint(engine, PROMPTS, 6, 5)

@@ -15,14 +15,13 @@ from fctune.base.errors import DataError
 from fctune.calls.formats.registry import FORMATS
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.data.synthetic import iter_cases
-from fctune.engines.in_process import InProcessEngine
+from fctune.engines.local import LocalEngine
 from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
-from fctune.tasks.evaluation.cases import read_cases
 from fctune.tasks.evaluation.results import read_rows
-from fctune.tasks.evaluation.suites import load_suite
-from tests.calls.bfcl_wheel import data_dir, needs_wheel
+from fctune.tasks.suite_files import load_suite, read_cases
 from tests.conftest import ROOT
 from tests.engines.fault_server import Handler, serve
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir, needs_wheel
 
 KEY = "sk-secret-of-the-user"
 
@@ -59,7 +58,7 @@ def test_the_same_command_again_asks_nothing_and_another_is_refused(
     assert tool_calls.main(arguments) == 0
     (out,) = (tmp_path / "runs" / "eval").rglob("cases.jsonl")
     before = out.read_bytes()
-    monkeypatch.setattr(InProcessEngine, "answer", lambda *_: 1 / 0)
+    monkeypatch.setattr(LocalEngine, "answer", lambda *_: 1 / 0)
     assert tool_calls.main(arguments) == 0
     assert out.read_bytes() == before
     monkeypatch.undo()

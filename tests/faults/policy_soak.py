@@ -108,7 +108,7 @@ class StandInServer:
 def _serve(model: Path, port: int, is_lying: bool) -> None:
     import torch
 
-    from tests.tasks.sampling.vllm_stand_in import VllmStandIn
+    from tests.engines.vllm_stand_in import VllmStandIn
 
     torch.set_num_threads(1)
     server = VllmStandIn(model, port=port)
@@ -119,7 +119,7 @@ def _serve(model: Path, port: int, is_lying: bool) -> None:
 
 def make_liar() -> Callable[[dict[str, Any]], str | None]:
     """Return a liar that spoils half of the requests once, and a tenth each time, in a way that the seed chooses."""
-    from tests.tasks.sampling.vllm_stand_in import LIES
+    from tests.engines.vllm_stand_in import LIES
 
     names, asked = list(LIES), Counter[int]()
 
@@ -287,7 +287,7 @@ def find_training_problems(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _order_cases() -> list[str]:
     """Return the cases in the order in which a run asks them, over some passes."""
     from fctune.data.loader import shuffled
-    from fctune.tasks.sampling.case_tasks import load_training_suite
+    from fctune.tasks.sampling.task_sets import load_training_suite
 
     ids = [case.id for case in load_training_suite(CASES).cases]
     return [ids[index] for epoch in range(20) for index in shuffled(len(ids), SEED, epoch)]
@@ -323,8 +323,8 @@ def find_differences(run: Path, other: Path, is_exact: bool, has_same_answers: b
 
 def make_replay_recipe() -> Any:
     """Return a recipe that trains on the answers in the log ``../log.jsonl`` of its run, and generates none."""
+    from fctune.tasks.rollouts import Rollout
     from fctune.tasks.sampling.collection import RolloutBatch
-    from fctune.tasks.sampling.rollouts import Rollout
     from fctune.training.rollout_source import RolloutSource
     from recipes.lora_grpo_distributed import LoRAPolicyRecipe
 

@@ -24,7 +24,8 @@ from fctune.config.schema import RunConfig
 from fctune.data.conversation import Conversation
 from fctune.data.prepared_set import open_prepared, prepare
 from fctune.data.synthetic import iter_cases
-from fctune.engines.in_process import InProcessEngine
+from fctune.engines.engine import make_prompts
+from fctune.engines.local import LocalEngine
 from fctune.models.attention import choose_attention_kernel, make_bounds
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
@@ -161,9 +162,9 @@ def test_greedy_answers_equal_those_of_single_prompts_on_the_cpu(device_type: st
     prompts = [Conversation(case.messages, case.tools, case.id) for case in iter_cases(12, 5)]
     texts = []
     for device, batch_size in (("cpu", 1), (device_type, 4)):
-        engine = InProcessEngine(TINY_BASE, batch_size=batch_size, device=torch.device(device))
+        engine = LocalEngine(TINY_BASE, batch_size=batch_size, device=torch.device(device))
         engine.model.float()
-        texts.append({answer.index: answer.text for answer in engine.answer(prompts, 24)})
+        texts.append({answer.index: answer.text for answer in engine.answer(make_prompts(prompts, 24))})
     same = sum(texts[0][index] == texts[1][index] for index in texts[0])
     assert same >= len(prompts) - 1
 

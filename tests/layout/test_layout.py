@@ -151,6 +151,20 @@ def test_only_a_benchmarks_own_folder_imports_it() -> None:
         assert not named, f"{package} is imported outside its folder: {named}"
 
 
+def test_only_a_benchmarks_own_folder_names_it() -> None:
+    """Texts of the code itself; docstrings may name a benchmark as an example, and a call format by its users."""
+    folder = ROOT / "fctune" / "tasks" / "benchmarks"
+    for name in (benchmark.parent.name for benchmark in folder.glob("*/__init__.py")):
+        outside = (f for f in (ROOT / "fctune").rglob("*.py") if not f.is_relative_to(folder / name))
+        for file in (f for f in outside if not f.is_relative_to(ROOT / "fctune" / "calls" / "formats")):
+            tree = ast.parse(file.read_text())
+            documented = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+            docstrings = {id(value) for value in documented if isinstance(value, ast.Constant)}
+            texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+            named = [node.value for node in texts if id(node) not in docstrings and name in node.value]
+            assert not named, f"{file} names {name}: {named}"
+
+
 def test_actions_and_base_images_are_pinned_by_content() -> None:
     """A tag can be moved to other code; a commit and a digest cannot."""
     actions = [

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY_BASE
+from tests.engines.vllm_stand_in import VllmStandIn
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import CONFIGS, run_kind_on_rank
-from tests.tasks.sampling.vllm_stand_in import VllmStandIn
 
 SMALL = (
     *("grpo.cases=synthetic:train:12:1", "grpo.prompts_per_step=2", "grpo.group_size=3", "grpo.max_new_tokens=8"),

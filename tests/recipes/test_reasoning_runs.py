@@ -14,7 +14,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message
 from fctune.data.encoding import Counts, encode_sources
 from fctune.data.synthetic import iter_conversations
-from fctune.engines.in_process import InProcessEngine
+from fctune.engines.local import LocalEngine
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import Kind, arguments_for, check_single_report, run_kind_on_rank
 from tests.thinking_templates import HYBRID, READS, write_thinking_model
@@ -83,7 +83,7 @@ def test_a_run_records_its_switches_in_all_that_it_writes(
         assert ChatTemplate(folder).render(question, add_generation_prompt=True).endswith(CLOSED), folder
     # evaluation of the export prompts as evaluation in the run does, and names the switches
     adapter = (run / "export" / "adapter",) if kind == "lora" else ()
-    for engine in (InProcessEngine(run / "export" / "merged"), InProcessEngine(model, *adapter)):
+    for engine in (LocalEngine(run / "export" / "merged"), LocalEngine(model, *adapter)):
         expected = adapter or engine.model_dir != model
         assert engine.template.decode(engine.template.encode_prompt(question)).endswith(CLOSED) == bool(expected)
         assert engine.describe().get("template_args") == ({"enable_thinking": False} if expected else None)

@@ -16,10 +16,10 @@ from fctune.config.sections.model import ModelConfig
 from fctune.engines.engine import Answer
 from fctune.runs.directory import RunDirectory
 from fctune.runs.sinks import JsonlSink
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import judge_answer
 from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.evaluation.summary import summarise_run
+from fctune.tasks.judge import judge_answer
+from fctune.tasks.suite import Suite
 
 
 def make_config(path: Path, **changes: Any) -> RunConfig:

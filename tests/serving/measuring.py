@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fctune.cli import main
-from fctune.engines.endpoint import to_messages
-from fctune.tasks.evaluation.cases import read_cases
+from fctune.engines.server import to_messages
+from fctune.tasks.suite_files import read_cases
 
 Rows = dict[str, dict[str, Any]]
 Record = Callable[[str, object], None]

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from fctune.base.errors import ConfigError
 from fctune.data.chat_template import ChatTemplate
-from fctune.tasks.sampling.rollouts import Generation
-from fctune.tasks.sampling.server_adapters import PublishedAdapter
-from fctune.tasks.sampling.server_engine import ServerPatience, ServerRolloutEngine
+from fctune.engines.policy_server import PolicyServer, PublishedAdapter, ServerPatience
 from tests.conftest import TINY_BASE
+from tests.engines.continuations import Continuation, continue_ids
 from tests.ranks import find_port
 from tests.serving.servers import serve_vllm
 
@@ -65,12 +64,11 @@ def address(vllm_python: str, port: int) -> Iterator[str]:
         yield address
 
 
-def ask(engine: ServerRolloutEngine, prompts: list[list[int]]) -> list[Generation]:
-    answers = engine.generate(prompts, range(len(prompts)), [MAX_NEW_TOKENS] * len(prompts))
-    return sorted(answers, key=lambda one: one.index)
+def ask(engine: PolicyServer, prompts: list[list[int]]) -> list[Continuation]:
+    return continue_ids(engine, prompts, range(len(prompts)), MAX_NEW_TOKENS)
 
 
-def measure_ratios(adapter: Path | None, prompts: list[list[int]], answers: list[Generation]) -> torch.Tensor:
+def measure_ratios(adapter: Path | None, prompts: list[list[int]], answers: list[Continuation]) -> torch.Tensor:
     """Return the importance ratios of all generated tokens, of a trainer's float32 model over the server."""
     model = AutoModelForCausalLM.from_pretrained(TINY_BASE)
     if adapter is not None:
@@ -87,7 +85,7 @@ def measure_ratios(adapter: Path | None, prompts: list[list[int]], answers: list
 def test_published_versions_answer_with_the_trainers_probabilities(
     address: str, template: ChatTemplate, make_adapter: Callable[..., Path], prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    engine = ServerRolloutEngine(address, tmp_path, template, min_positions=512)
+    engine = PolicyServer(address, tmp_path, template, min_positions=512)
     answered = []
     for version, adapter in ((0, None), (1, make_adapter(1)), (2, make_adapter(2))):
         if adapter is not None:
@@ -111,10 +109,10 @@ def test_published_versions_answer_with_the_trainers_probabilities(
 def test_versions_published_while_requests_run_are_kept_apart(
     address: str, template: ChatTemplate, make_adapter: Callable[..., Path], prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    engine = ServerRolloutEngine(address, tmp_path, template)
+    engine = PolicyServer(address, tmp_path, template)
     adapters = {version: make_adapter(version) for version in (1, 2)}
     engine.publish(adapters[1], 1)
-    answers: list[Generation] = []
+    answers: list[Continuation] = []
     many = prompts * 4
     thread = threading.Thread(target=lambda: answers.extend(ask(engine, many)))
     thread.start()
@@ -138,11 +136,11 @@ def test_a_rank_over_the_limit_is_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = ServerRolloutEngine(address, tmp_path, template)
+    engine = PolicyServer(address, tmp_path, template)
     with pytest.raises(ConfigError, match=r"the adapter has rank 16, over the server's limit .*--max-lora-rank 16"):
         engine.publish(make_adapter(1, 16), 1)
     assert {answer.version for answer in ask(engine, prompts[:2])} == {0}
-    missing = ServerRolloutEngine(address, tmp_path, template)
+    missing = PolicyServer(address, tmp_path, template)
     unseen = PublishedAdapter("unseen", 1, Path("/no/such/fctune-adapter"))
     monkeypatch.setattr(missing._adapters, "copy", lambda policy, version: unseen)
     with pytest.raises(ConfigError, match=r"the server does not see /no/such/fctune-adapter"):
@@ -159,10 +157,10 @@ def test_a_server_that_ends_is_waited_for_and_one_without_adapters_is_named(
     port, said = find_port(), list[str]()
     patience = ServerPatience(poll_s=1.0, max_wait_s=600.0)
     with serve_vllm(TINY_BASE, vllm_python, port, "--max-model-len", "512", adapters=RANK) as address:
-        engine = ServerRolloutEngine(address, tmp_path, template, patience=patience, say=said.append)
+        engine = PolicyServer(address, tmp_path, template, patience=patience, log=said.append)
         engine.publish(make_adapter(1), 1)
         before = ask(engine, prompts)
-    answers: list[Generation] = []
+    answers: list[Continuation] = []
     thread = threading.Thread(target=lambda: answers.extend(ask(engine, prompts)))
     thread.start()
     with serve_vllm(TINY_BASE, vllm_python, port, "--max-model-len", "512", adapters=RANK):
@@ -171,6 +169,6 @@ def test_a_server_that_ends_is_waited_for_and_one_without_adapters_is_named(
     assert "is unavailable" in said[0]
     assert "is back after" in said[-1]
     with serve_vllm(TINY_BASE, vllm_python, port, "--max-model-len", "512") as address:
-        plain = ServerRolloutEngine(address, tmp_path, template)
+        plain = PolicyServer(address, tmp_path, template)
         with pytest.raises(ConfigError, match=r"does not load adapters at run time .* fctune serve --adapters"):
             plain.publish(make_adapter(1), 1)

@@ -21,7 +21,7 @@ from fctune.config.sections.grpo import GRPOConfig
 from fctune.data.loader import StepTotals
 from fctune.models.export import iter_merged
 from fctune.runs.sinks import SinkGroup
-from fctune.tasks.sampling.rollouts import Rollout
+from fctune.tasks.rollouts import Rollout
 from fctune.training.loop import train
 from fctune.training.policy_gradient import (
     PolicyObjective,

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from fctune.base.distributed import World
 from fctune.base.errors import DataError
 from fctune.config.schema import RunConfig
-from fctune.engines.engine import AnswerTokens
+from fctune.data.conversation import Conversation
+from fctune.engines.engine import Answer, AnswerTokens, PolicyEngine, Prompt
+from fctune.engines.local import LocalEngine
 from fctune.models.attention import make_bounds
-from fctune.tasks.sampling.in_process_rollouts import InProcessRolloutEngine
-from fctune.tasks.sampling.rollouts import Generation, Request, Rollout, RolloutEngine
-from fctune.tasks.sampling.task_order import TaskOrder
+from fctune.tasks.rollouts import Request, Rollout
+from fctune.tasks.sampling.collection import TaskOrder
 from fctune.training.rollout_source import RolloutSource
 from tests.ranks import run_ranks
 from tests.training.training_runs import make_config
@@ -33,12 +35,12 @@ class Engine:
     def __init__(self) -> None:
         self.version = 0
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: Sequence[int]
-    ) -> Iterator[Generation]:
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
         version = self.version
-        for index, seed in enumerate(seeds):
-            yield Generation(index, (3 + seed % 50, 2), (-1.0, -0.5), version=version)
+        for index, prompt in enumerate(prompts):
+            assert prompt.seed is not None
+            tokens = AnswerTokens((1, 5), (3 + prompt.seed % 50, 2), (-1.0, -0.5))
+            yield Answer(index, tokens=tokens, version=version)
 
     def publish(self, policy: Any, version: int) -> None:
         self.version = version
@@ -65,17 +67,18 @@ class Tasks:
     def digest(self) -> str:
         return self.name
 
-    def play(self, engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Rollout]:
-        generated = engine.generate([(1, 5)] * len(requests), [one.seed for one in requests], [8] * len(requests))
-        for request, one in zip(requests, generated, strict=True):
+    def play(self, engine: PolicyEngine, requests: Sequence[Request]) -> Iterator[Rollout]:
+        prompts = [Prompt(Conversation(()), 8, ids=(1, 5), seed=one.seed) for one in requests]
+        for request, one in zip(requests, engine.answer(prompts), strict=True):
+            assert one.tokens is not None
             if len(self.asked) == self.limit:
                 self.paused.set()
                 assert self.released.wait(60)
             self.asked.append(request)
             reward = float(request.sample)
-            flags = (True,) * len(one.ids)
+            ids, logprobs = one.tokens.ids, one.tokens.logprobs
             yield Rollout(
-                *(request.case_id, request.sample, "all", one.version, (1, 5), one.ids, flags, one.logprobs),
+                *(request.case_id, request.sample, "all", one.version, (1, 5), ids, (True,) * len(ids), logprobs),
                 reward=reward,
                 parts={"strict": reward},
             )
@@ -153,32 +156,13 @@ def run_four_steps(world: World, config: RunConfig, folder: Path) -> list[float]
         return [source.take(step).metrics["staleness"] for step in (1, 2, 3, 4)]
 
 
-class Policy:
-    """Stand-in for a copy of the model in training."""
-
-
-class Generator:
-    """Generates with a model in memory, as ``InProcessEngine`` does."""
-
-    stop_ids = frozenset({2})
-
-    def __init__(self, model: Policy | None):
-        self.model = model
-
-    def continue_all(
-        self, encoded: dict[int, list[int]], seeds: dict[int, int], limits: dict[int, int]
-    ) -> Iterator[tuple[int, AnswerTokens]]:
-        assert self.model is not None
-        for index, prompt in encoded.items():
-            yield index, AnswerTokens(tuple(prompt), (3 + seeds[index] % 50, 2), (-1.0, -0.5))
-
-
 def take_steps_in_process(world: World, config: RunConfig, folder: Path) -> list[bool]:
     """Return for each step whether the copy of the policy that answered is still in memory when it is trained."""
-    engine, copies, tasks = InProcessRolloutEngine(Generator), list[weakref.ref[Policy]](), Tasks()  # type: ignore[arg-type]
+    path, copies, tasks = Path(config.model.path), list[weakref.ref[Any]](), Tasks()
+    engine = LocalEngine(path, device=world.device, loads_model=False, keeps_tokens=True)
 
     def publish(version: int) -> None:
-        policy = Policy()
+        policy = AutoModelForCausalLM.from_pretrained(path)
         copies.append(weakref.ref(policy))
         engine.publish(policy, version)
 

@@ -27,7 +27,7 @@ from fctune.pages.page import (
     make_settings,
 )
 from fctune.pages.run_text import format_bounds
-from fctune.tasks.evaluation.judging import is_valid
+from fctune.tasks.judge import is_valid
 
 MAX_CASES = 1_000
 _MAX_CHARACTERS = 4_000

@@ -35,8 +35,8 @@ from fctune.runs.figures import PART_DESCRIPTIONS, Figures
 from fctune.runs.record import RunRecord
 from fctune.runs.success import Criterion, CriterionStatus
 from fctune.tasks.evaluation.accuracy import Accuracy
-from fctune.tasks.evaluation.judging import is_valid
 from fctune.tasks.evaluation.published import Published
+from fctune.tasks.judge import is_valid
 
 DATA_REPORT = "data_report.json"  # output of ``fctune data check --json``, if it was saved in the run directory
 

@@ -7,14 +7,32 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fctune.apps.report.eval_page import FACETS, MAX_CASES, Row, add_settings, count_answers, distinct, make_case
-from fctune.pages.page import Cases, Interval, Num, Page, Table, Tile, make_count_tile, make_heat_row
+from fctune.apps.report.eval_page import (
+    FACETS,
+    MAX_CASES,
+    Row,
+    add_settings,
+    count_answers,
+    distinct,
+    make_case,
+)
+from fctune.pages.page import (
+    Cases,
+    Interval,
+    Num,
+    Page,
+    Table,
+    Tile,
+    make_count_tile,
+    make_heat_row,
+)
 from fctune.pages.run_text import format_bounds
-from fctune.tasks.evaluation.cases import Case, Suite
-from fctune.tasks.evaluation.judging import is_valid, to_plain_calls
-from fctune.tasks.sampling.rewards import REWARD_PARTS
+from fctune.tasks.judge import is_valid, to_plain_calls
+from fctune.tasks.rewards import REWARD_PARTS
 from fctune.tasks.sampling.run import count_right, name_share
 from fctune.tasks.sampling.selection import group_by_case
+from fctune.tasks.suite import Suite
+from fctune.tasks.task import Case
 
 _SHARES = ("always", "sometimes", "never", "unanswered")
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from fctune.base.errors import ConfigError
 from fctune.config.chat_templates import read_chat_template
-from fctune.config.fields import AT_LEAST_0, MAY_CHANGE, Null, join_key
+from fctune.config.fields import AT_LEAST_0, SAME_CONTENT, Null, join_key
 from fctune.config.parsing import suggest_hub_name
 
 ModelSource = Literal["auto", "torchtune", "transformers"]
@@ -24,29 +24,26 @@ _TEMPLATE_INPUTS = frozenset({"messages", "tools", "documents", "add_generation_
 class ModelConfig:
     """The base model: its weights, tokenizer and chat template."""
 
-    path: str
+    path: Annotated[str, SAME_CONTENT]
     """Hugging Face model directory (its `config.json` selects the architecture), or `hf:NAME[@REVISION]`, which is
     downloaded from the hub."""
-    source: ModelSource = "auto"
+    source: Annotated[ModelSource, SAME_CONTENT] = "auto"
     """Library that builds the model. `auto`: torchtune for models that it builds exactly (Llama 3, Qwen2), otherwise
     transformers; `torchtune` or `transformers` forces one."""
-    chat_template: Annotated[str | None, Null("the model's own")] = None
+    chat_template: Annotated[str | None, Null("the model's own"), SAME_CONTENT] = None
     """Chat template in place of the model's own: a Jinja file, or `hermes`, `llama3` or `pythonic`, which work with any
     tokenizer that has an end-of-text token; vLLM reads the calls of `llama3` only if the tokenizer has `<|python_tag|>`
     (`add_tokens`). Used in training and evaluation, and written to the exports."""
 
-    add_tokens: list[str] = field(default_factory=list)
+    add_tokens: Annotated[list[str], SAME_CONTENT] = field(default_factory=list)
     """Tokens to add to the tokenizer, such as markers that it lacks. Their rows are initialised as the mean of their
     text's rows, always train, also with adapters, and are part of the exports."""
     router_aux_loss: Annotated[
-        float | None,
-        AT_LEAST_0,
-        Null("`router_aux_loss_coef` of config.json if its `output_router_logits` is set"),
-        MAY_CHANGE,
+        float | None, AT_LEAST_0, Null("`router_aux_loss_coef` of config.json if its `output_router_logits` is set")
     ] = None
     """Coefficient of the load-balancing loss of a mixture of experts, over all tokens of a global batch except padding;
     0: none. With several micro-batches per step, it takes a second forward pass."""
-    template_args: dict[str, Any] = field(default_factory=dict)
+    template_args: Annotated[dict[str, Any], SAME_CONTENT] = field(default_factory=dict)
     """Switches of the chat template by name, such as `{enable_thinking: true}` or `{reasoning_effort: low}`; used for
     training, evaluation and serving. A row's own switches override them."""
 

@@ -13,17 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from fctune.tasks.evaluation.cases import Suite
-
-
-class Measured(NamedTuple):
-    """The result of one category: the share of valid answers and the number of cases."""
-
-    accuracy: float
-    num_cases: int
+    from fctune.tasks.suite import Measured, Suite
 
 
 class Benchmark(ABC):

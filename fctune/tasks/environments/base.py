@@ -113,7 +113,7 @@ class ToolEnvironment(Environment):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class CheckedTask:
     """A task whose own calls have been checked to solve it.
 
     Attributes:
@@ -127,3 +127,7 @@ class Task:
     spec: TaskSpec
     start: dict[str, Any] = field(default_factory=dict)
     goal: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """Return the text that digests of tasks contain; it stays, since checkpoints hold such digests."""
+        return f"Task(id={self.id!r}, spec={self.spec!r}, start={self.start!r}, goal={self.goal!r})"

@@ -12,9 +12,9 @@ from fctune.base.errors import DataError
 from fctune.calls.metrics import rate
 from fctune.runs.record import RunRecord, find_files_of_run
 from fctune.tasks.benchmarks import find_benchmark_of_rows
-from fctune.tasks.evaluation.judging import is_valid
 from fctune.tasks.evaluation.paired import Comparison, compare_rows
-from fctune.tasks.evaluation.results import Row, read_rows, read_settings
+from fctune.tasks.evaluation.results import read_rows, read_settings
+from fctune.tasks.judge import Row, is_valid
 
 _EVALUATIONS = ("*.summary.json", "eval/*.summary.json", "eval/*/*.summary.json")
 

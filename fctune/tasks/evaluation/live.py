@@ -24,13 +24,15 @@ from fctune.base.errors import ConfigError
 from fctune.calls.formats.registry import detect_format
 from fctune.config.sections.evaluation import EvalConfig
 from fctune.data.chosen_template import ChosenTemplate
-from fctune.engines.in_process import InProcessEngine
+from fctune.engines.local import LocalEngine
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import iter_merged
 from fctune.models.lora import is_adapter
-from fctune.tasks.evaluation.cases import Case, Suite, read_cases
 from fctune.tasks.evaluation.run import ask_cases
 from fctune.tasks.evaluation.summary import tally_judgements
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import read_cases
+from fctune.tasks.task import Case
 
 # Rates that are logged in addition to the accuracy.
 RATES = ("tool_selection", "tool_f1", "argument_f1", "schema_valid", "false_call", "missed_call")
@@ -105,14 +107,14 @@ class LiveEvaluation:
         summary = tally_judgements(self.suite, gathered).summarise()
         return _to_metrics(summary["scores"]) | {"eval_time_s": self._last_s}
 
-    def _engine(self, model: CausalLM) -> InProcessEngine:
+    def _engine(self, model: CausalLM) -> LocalEngine:
         from transformers import GenerationConfig
 
         device = self.world.device
         answering = build_answering(model, self.model_dir, device)
         if (self.model_dir / "generation_config.json").is_file():
             answering.generation_config = GenerationConfig.from_pretrained(str(self.model_dir), local_files_only=True)
-        return InProcessEngine(
+        return LocalEngine(
             self.model_dir,
             batch_size=self.config.batch_size,
             device=device,

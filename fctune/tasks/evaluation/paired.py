@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
-from fctune.tasks.evaluation.judging import Row, is_valid
+from fctune.tasks.judge import Row, is_valid
 
 
 @dataclass(frozen=True, slots=True)

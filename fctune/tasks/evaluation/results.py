@@ -14,8 +14,7 @@ from typing import IO, Any
 
 from fctune.base.errors import ConfigError, DataError
 from fctune.base.files import write_atomically
-
-Row = dict[str, Any]
+from fctune.tasks.judge import Row
 
 
 class ResultsFile:

@@ -20,8 +20,8 @@ from fctune.data.conversion import to_openai_row
 from fctune.data.sources.columns import Columns
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
-from fctune.tasks.evaluation.leaks import read_questions
-from fctune.tasks.evaluation.suites import find_benchmark
+from fctune.tasks.evaluation.held_out import read_questions
+from fctune.tasks.suite_files import find_benchmark
 
 Turns = Literal["last", "each"]
 

@@ -15,12 +15,12 @@ from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import Interrupted
 from fctune.calls.formats.base import CallFormat
-from fctune.data.conversation import Message
 from fctune.engines.engine import Engine
-from fctune.tasks.evaluation.cases import Case, MultiTurnCase, Suite
-from fctune.tasks.evaluation.dialogue import ask_multi_turn
-from fctune.tasks.evaluation.judging import JudgedAnswer, Row, judge_answer
+from fctune.tasks.episode import Episode, EpisodeLimits, EpisodeRunner
 from fctune.tasks.evaluation.results import ResultsFile
+from fctune.tasks.judge import JudgedEpisode, Row, judge_episode
+from fctune.tasks.suite import Suite
+from fctune.tasks.task import Case, MultiTurnCase
 
 AnyCase = TypeVar("AnyCase", Case, MultiTurnCase)
 
@@ -41,8 +41,8 @@ def describe_run(suite: Suite, engine: Engine, call_format: CallFormat | None, m
 
 def ask_cases(
     cases: Sequence[Case], engine: Engine, call_format: CallFormat | None, max_new_tokens: int
-) -> Iterator[JudgedAnswer]:
-    """Ask single-turn cases and yield the judged answers as they arrive.
+) -> Iterator[JudgedEpisode]:
+    """Ask single-turn cases, all at once, and yield the judged answers as they arrive.
 
     Args:
         cases: The cases to ask.
@@ -50,12 +50,8 @@ def ask_cases(
         call_format: The call format of its text; None: the server has parsed the calls.
         max_new_tokens: Maximum length of an answer.
     """
-    if not cases:
-        return
-    samples = [case.sample for case in cases]
-    numbers = {"samples": samples} if any(samples) else {}
-    for answer in engine.answer([case.prompt for case in cases], max_new_tokens, **numbers):
-        yield judge_answer(cases[answer.index], answer, call_format)
+    runner = EpisodeRunner(engine, call_format, EpisodeLimits(max_new_tokens))
+    return map(judge_episode, runner.run(map(Episode, cases)))
 
 
 def run_suite(
@@ -69,7 +65,7 @@ def run_suite(
     is_fresh: bool = False,
     world: World | None = None,
     on_row: Callable[[Row, int, int], None] = lambda row, num_done, num_cases: None,
-    to_row: Callable[[JudgedAnswer], Row] = JudgedAnswer.to_row,
+    to_row: Callable[[JudgedEpisode], Row] = JudgedEpisode.to_row,
     is_enough: Callable[[Row], bool] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[Row] | None:
@@ -87,7 +83,7 @@ def run_suite(
         is_fresh: Discard the results of an earlier run.
         world: This process among several; None: there is only one.
         on_row: Called with each new row, the number of rows and the number of cases of this process.
-        to_row: Makes the row of a single-turn answer.
+        to_row: Makes the row of a judged episode.
         is_enough: Called with each new row; True ends the run without the remaining answers. Each question is then
             asked once before any is asked again.
         settings: Further settings that existing rows must have been written with.
@@ -103,12 +99,13 @@ def run_suite(
     is_first = not finished and not share
 
     def ask() -> None:
+        runner = EpisodeRunner(engine, call_format, EpisodeLimits(max_new_tokens))
+        judged = chain(
+            *(ask_cases(part, engine, call_format, max_new_tokens) for part in rounds),
+            map(judge_episode, runner.run(map(Episode, dialogues), num_at_once, is_first)),
+        )
         try:
-            rows = chain(
-                (to_row(judged) for part in rounds for judged in ask_cases(part, engine, call_format, max_new_tokens)),
-                ask_multi_turn(dialogues, engine, call_format, max_new_tokens, num_at_once, is_first),
-            )
-            for number, row in enumerate(rows, start=1):
+            for number, row in enumerate(map(to_row, judged), start=1):
                 results.append(row)
                 on_row(row, number, len(share) + len(dialogues))
                 if is_enough is not None and is_enough(row):
@@ -152,7 +149,7 @@ def _release_on_error(results: ResultsFile, num_cases: int) -> Iterator[None]:
 
 def _take_share(cases: list[AnyCase], world: World | None) -> list[AnyCase]:
     """Deal the cases out to the processes, longest first, so that each has about the same amount of work."""
-    dealt = sorted(cases, key=lambda case: -sum(len(message.content or "") for message in _messages_of(case)))
+    dealt = sorted(cases, key=lambda case: -sum(len(message.content or "") for message in case.questions))
     return dealt if world is None else dealt[world.rank :: world.world_size]
 
 
@@ -161,9 +158,3 @@ def _split_by_sample(cases: Sequence[Case]) -> list[list[Case]]:
     for case in cases:
         by_sample[case.sample].append(case)
     return [by_sample[sample] for sample in sorted(by_sample)]
-
-
-def _messages_of(case: Case | MultiTurnCase) -> Sequence[Message]:
-    if isinstance(case, Case):
-        return case.prompt.messages
-    return [message for turn in case.turns for message in turn.messages]

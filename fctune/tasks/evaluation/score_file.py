@@ -2,6 +2,18 @@
 
 Each prediction counts once, even if ids repeat. A case of a scored category without a prediction counts as wrong, and
 so does an answer that never came.
+
+A row of the file is one answer, in JSON:
+
+- ``{"id", "calls": [{"name", "arguments"}, ...]}``: calls that were parsed elsewhere, also in OpenAI's shape; see
+  ``fctune.calls.tool_calls``. An additional ``"malformed": [reason, ...]`` lists parts of the answer that were meant as
+  calls but could not be parsed.
+- ``{"id", "text", "format"}``: the model's text and its call format, parsed here. Reasoning in the text, such as
+  ``<think>...</think>``, is left out: a call inside it is none.
+- ``{"id", "turns": [[step, ...], ...]}``: for a multi-turn case, the model's answers in each turn of the user, until it
+  makes no more calls; a step is a list of calls or a text.
+
+Any other row with an id is a case without an answer, such as ``{"id", "error"}``; it is wrong, never skipped.
 """
 
 from __future__ import annotations
@@ -10,16 +22,204 @@ import json
 import json.encoder
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fctune.base.errors import ConfigError
+from fctune.base.errors import ConfigError, DataError
 from fctune.base.files import write_atomically
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import to_plain
-from fctune.tasks.evaluation.predictions import JudgedPrediction, Prediction, judge_prediction, read_predictions
+from fctune.base.json_reader import ParseError, decode_json
+from fctune.calls.answers import read_text
+from fctune.calls.formats.base import CallFormat, Malformed, Parsed, with_decoded
+from fctune.calls.formats.registry import get_format
+from fctune.calls.judge import Judgement, judge_error
+from fctune.calls.reasoning.registry import find_reasoning
+from fctune.calls.tool_calls import Reading, read_tool_calls
+from fctune.data.conversation import Tool
 from fctune.tasks.evaluation.summary import Tally
+from fctune.tasks.judge import judge_reading, judge_turns, to_plain
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import check_rows
+from fctune.tasks.task import Case, MultiTurnCase
+
+
+class Prediction(NamedTuple):
+    """One row of a file of predictions; ``calls``, ``text`` or ``turns`` holds the answer, if there is one.
+
+    ``failure`` is the reason that there is none. ``fault`` is why the row is not strict JSON: then no part of it can be
+    read strictly.
+    """
+
+    id: str
+    calls: Reading | None = None
+    text: str | None = None
+    turns: tuple[tuple[Any, ...], ...] | None = None
+    call_format: CallFormat | None = None
+    failure: str = ""
+    fault: str = ""
+
+    def read(self, tools: Sequence[Tool]) -> Reading | None:
+        """Read the answer to a single-turn case; None if the row holds none."""
+        if self.calls is not None:
+            return self.calls
+        if self.text is None or self.call_format is None:
+            return None
+        return read_text(self.text, self.call_format, tools, find_reasoning(self.text))
+
+    def read_turns(self, tools: Sequence[Sequence[Tool]]) -> list[list[Reading]] | None:
+        """Read the steps of each turn of a multi-turn case; None if the row holds none.
+
+        Args:
+            tools: The tools on offer in each turn.
+        """
+        if self.turns is None:
+            return None
+        offered = [*tools, *[tools[-1]] * (len(self.turns) - len(tools))] if tools else [()] * len(self.turns)
+        pairs = zip(self.turns, offered, strict=False)
+        return [[self._read_step(step, on_offer) for step in turn] for turn, on_offer in pairs]
+
+    def _read_step(self, step: Any, tools: Sequence[Tool]) -> Reading:
+        if isinstance(step, str):
+            assert self.call_format is not None
+            return read_text(step, self.call_format, tools, find_reasoning(step))
+        return _read_calls(step, self.fault)
+
+
+class JudgedPrediction(NamedTuple):
+    """A prediction's judgement in both readings; ``parsed`` is the strict reading of a text."""
+
+    strict: Judgement
+    lenient: Judgement
+    parsed: Parsed | None = None
+
+
+def judge_prediction(case: Case | MultiTurnCase, prediction: Prediction) -> JudgedPrediction:
+    """Read and judge a prediction; an answer of the wrong kind, or none, is a failure.
+
+    Whatever reading or judging raises becomes the judgement "not_judged".
+    """
+    try:
+        if not isinstance(case, Case):
+            return _judge_turns(case, prediction)
+        reading = prediction.read(case.prompt.tools)
+        if reading is not None:
+            parsed = reading.strict if prediction.text is not None else None
+            return JudgedPrediction(*judge_reading(case, reading), parsed)
+        failure = case.judge_failure(prediction.failure or "a single-turn case needs calls or text")
+        return JudgedPrediction(failure, failure)
+    except Exception as error:  # a prediction may hold anything, and must not end the scoring of the others
+        failure = judge_error(case.judge_failure(""), error)
+        return JudgedPrediction(failure, failure)
+
+
+def _judge_turns(case: MultiTurnCase, prediction: Prediction) -> JudgedPrediction:
+    turns = prediction.read_turns([turn.tools for turn in case.turns])
+    if turns is None:
+        failure = case.judge_failure(prediction.failure or "a multi-turn case needs turns")
+        return JudgedPrediction(failure, failure)
+    return JudgedPrediction(*judge_turns(case, turns))
+
+
+def read_predictions(path: str | Path, default_format: str | None = None) -> Iterator[Prediction]:
+    """Read the rows of a JSONL file, in order.
+
+    Args:
+        path: The file.
+        default_format: The call format of texts whose row names none.
+
+    Raises:
+        ConfigError: The call format does not exist.
+        DataError: The file is missing or empty, or has invalid rows, all of which are reported after the last row.
+    """
+    path = Path(path)
+    formats: dict[Any, CallFormat] = {None: get_format(default_format)} if default_format else {}
+    problems: list[str] = []
+    num_rows = 0
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.isspace():
+                    continue
+                num_rows += 1
+                found = _read_row(line, formats)
+                if isinstance(found, str):
+                    problems.append(f"{path}:{number}: {found}")
+                else:
+                    yield found
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}). Pass a JSONL file of predictions: id with calls, or with text "
+            "and format."
+        ) from None
+    check_rows(path, "prediction", num_rows, problems)
+
+
+def _read_row(line: str, formats: dict[Any, CallFormat]) -> Prediction | str:
+    """Read the prediction of a line, or return the reason that it cannot be read."""
+    fault, is_readable = "", True
+    try:
+        row = decode_json(line)
+    except ParseError as error:
+        # The model's arguments may not be strict JSON; the id should be readable all the same.
+        fault = error.reason
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return f"not JSON ({error.reason}, column {error.position + 1})"
+        try:
+            decode_json(line, lenient=True)
+        except ParseError:
+            is_readable = False
+    if not isinstance(row, dict):
+        return f"expected an object, got {type(row).__name__}"
+    case_id = row.get("id")
+    if isinstance(case_id, int) and not isinstance(case_id, bool):
+        case_id = str(case_id)
+    if not isinstance(case_id, str):
+        return "no id, or one that is not a string"
+    if not is_readable:
+        unreadable = Parsed((), (Malformed(0, 0, fault),))
+        strict = with_decoded(unreadable, lambda: read_tool_calls(row.get("calls")).strict)
+        return Prediction(case_id, Reading(strict, unreadable))
+    if (calls := row.get("calls")) is not None:
+        reading = _read_calls(calls, fault)
+        if row.get("malformed"):
+            stretch = Malformed(0, 0, str(row["malformed"])[:200])
+            reading = Reading(*(one._replace(malformed=(*one.malformed, stretch), decoded=None) for one in reading))
+        return Prediction(case_id, reading)
+    text, turns = row.get("text"), row.get("turns")
+    if isinstance(turns, list) and all(isinstance(turn, list) for turn in turns):
+        has_text = any(isinstance(step, str) for turn in turns for step in turn)
+        call_format = _find_format(row, formats) if has_text else None
+        if isinstance(call_format, str):
+            return call_format
+        return Prediction(case_id, turns=tuple(map(tuple, turns)), call_format=call_format, fault=fault)
+    if isinstance(text, str):
+        call_format = _find_format(row, formats)
+        return call_format if isinstance(call_format, str) else Prediction(case_id, text=text, call_format=call_format)
+    return Prediction(case_id, failure=str(row.get("error") or "the row has no calls, text or turns")[:200])
+
+
+def _read_calls(calls: Any, fault: str) -> Reading:
+    """Read calls of a row; ``fault`` is why the row is not strict JSON."""
+    reading = read_tool_calls(calls, is_bounded=True)
+    if not fault:
+        return reading
+    refused = Parsed((), (Malformed(0, 0, fault),))
+    return Reading(with_decoded(refused, lambda: read_tool_calls(calls).strict), reading.lenient)
+
+
+def _find_format(row: dict[str, Any], formats: dict[Any, CallFormat]) -> CallFormat | str:
+    name = row.get("format")
+    if name not in formats:
+        if not isinstance(name, str):
+            return "text without its call format. Add it to the row as format, or pass --format"
+        try:
+            formats[name] = get_format(name)
+        except ConfigError as error:
+            return str(error).split("\n")[0]
+    return formats[name]
+
 
 # A kill loses the verdicts of this time at most.
 _FLUSH_EVERY_S = 0.5
@@ -62,7 +262,7 @@ def score_file(
 
     Args:
         suite: The cases.
-        predictions: A JSONL file; see ``fctune.tasks.evaluation.predictions``.
+        predictions: A JSONL file; see ``fctune.tasks.evaluation.score_file``.
         out: The JSONL file to write; the summary is written next to it, with the suffix ``.summary.json``.
         default_format: The call format of texts whose row names none.
 
@@ -106,7 +306,7 @@ class _Count:
 
     def __init__(self, suite: Suite) -> None:
         self._suite = suite
-        self._tally = Tally(suite.benchmark is None, suite.plug_in)
+        self._tally = Tally(suite)
         self._ids: Counter[str] = Counter()
         self._unknown: Counter[str] = Counter()
         self._not_judged: dict[str, str] = {}

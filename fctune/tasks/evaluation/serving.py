@@ -18,9 +18,10 @@ from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import Server
 from fctune.calls.judge import Judgement
 from fctune.engines.engine import Answer
-from fctune.tasks.evaluation.cases import Case, Suite
-from fctune.tasks.evaluation.judging import JudgedAnswer, Row, judge_answer
 from fctune.tasks.evaluation.summary import tally_judgements
+from fctune.tasks.judge import JudgedEpisode, Row, judge_answer
+from fctune.tasks.suite import Suite
+from fctune.tasks.task import Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,6 @@ def run_server_parser(
     return json.loads(first)["version"], {reply["id"]: reply for reply in map(json.loads, lines)}
 
 
-def _judge_reply(case: Case, row: Row, reply: dict[str, Any]) -> JudgedAnswer:
+def _judge_reply(case: Case, row: Row, reply: dict[str, Any]) -> JudgedEpisode:
     error = row.get("error") or reply.get("error")
     return judge_answer(case, Answer(0, tool_calls=tuple(reply.get("calls", ())), error=error), None)

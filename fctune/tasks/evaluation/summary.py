@@ -1,4 +1,4 @@
-"""Summaries of judged answers: rates by category in both readings."""
+"""Summaries of judged answers: rates by category in both readings, and the use of reasoning."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 
 from fctune.calls.judge import Judgement, Outcome
 from fctune.calls.metrics import rate, score_outcomes
-from fctune.tasks.benchmarks import Benchmark, Measured
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import Row, judge_row
-from fctune.tasks.evaluation.reasoning import summarise_reasoning
+from fctune.tasks.judge import Row, judge_row
+from fctune.tasks.suite import Measured, Suite
 
-# In live_relevance any call will do: nothing is known of its name, its arguments or the number of calls.
+# Rates of categories in which any call will do.
 _RATES_OF_ANY_CALL = ("accuracy", "well_formed", "missed_call", "schema_valid")
 
 # Outcome and validity of the strict reading, and of the lenient one if it differs.
@@ -23,13 +21,14 @@ _Judged = tuple[Outcome, bool, tuple[Outcome, bool] | None]
 class Tally:
     """Counts judged answers and computes their rates; the one summary of every command.
 
+    Rates over all categories, as ``all``, are left out for a benchmark, whose categories must not be added up.
+
     Args:
-        has_total: Also compute rates over all categories, as ``all``; a benchmark's must not be added up.
-        benchmark: The benchmark that weighs the categories, if the cases belong to one.
+        suite: The suite that is answered.
     """
 
-    def __init__(self, has_total: bool, benchmark: Benchmark | None = None) -> None:
-        self._has_total, self._benchmark = has_total, benchmark
+    def __init__(self, suite: Suite) -> None:
+        self._has_total, self._weigh, self._any_call = suite.benchmark is None, suite.weigh, suite.any_call
         self._has_benchmark = False
         # Counts by category of equal judgements: in a large file most are equal, and counting takes most time.
         self._counts: dict[str, Counter[_Judged]] = defaultdict(Counter)
@@ -64,7 +63,7 @@ class Tally:
             }
             accuracies = {name: scores["rates"]["accuracy"] for name, scores in summary["scores"].items()}
             measured = {name: Measured(one["rate"], one["n"]) for name, one in accuracies.items()}
-            weighed = None if self._benchmark is None else self._benchmark.weigh(measured)
+            weighed = None if self._weigh is None else self._weigh(measured)
             summary |= {} if weighed is None else {"leaderboard": weighed}
         return summary
 
@@ -83,15 +82,15 @@ class Tally:
         scores = score_outcomes(outcomes)
         for name, category in scores.items():
             category["rates"]["accuracy"] = rate(valid[name], category["n"])
-        if "live_relevance" in scores:
-            rates = scores["live_relevance"]["rates"]
-            scores["live_relevance"]["rates"] = {name: rates[name] for name in _RATES_OF_ANY_CALL}
+        for name in self._any_call & scores.keys():
+            rates = scores[name]["rates"]
+            scores[name]["rates"] = {rate_name: rates[rate_name] for rate_name in _RATES_OF_ANY_CALL}
         return scores
 
 
 def tally_judgements(suite: Suite, judged: Iterable[tuple[str, Judgement, Judgement]]) -> Tally:
     """Count ``(category, strict, lenient)`` of a suite's answers."""
-    tally = Tally(suite.benchmark is None, suite.plug_in)
+    tally = Tally(suite)
     for category, strict, lenient in judged:
         tally.add(category, strict, lenient)
     return tally
@@ -110,11 +109,7 @@ def summarise_run(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]
     by_id = {row["id"]: row for row in rows}
     cases = suite.all_cases
     missing: Row = {"error": "no row in the results"}
-    judged = (
-        (case.category, judge_row(case, row), judge_row(case, row, lenient=True))
-        for case in cases
-        for row in (by_id.get(case.id, missing),)
-    )
+    judged = ((case.category, *judge_row(case, by_id.get(case.id, missing))) for case in cases)
     tally = tally_judgements(suite, judged)
     return {
         "suite": suite.name,
@@ -127,4 +122,51 @@ def summarise_run(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]
         "not_run": dict(suite.not_run),
         "settings": dict(settings),
         **tally.summarise(),
+    }
+
+
+def summarise_reasoning(rows: Sequence[Row], has_total: bool) -> dict[str, dict[str, Any]]:
+    """Return the use of reasoning by category; empty if no answer reasons.
+
+    Each answer counts, so a conversation of several answers counts several times; cases without an answer do not.
+
+    Each category has ``reasoned``, the share of answers with any reasoning; ``unclosed``, those whose reasoning never
+    ended, so that nothing follows it; ``cut``, those of them that the limit of tokens ended; ``mean_tokens`` of the
+    answers that reason, None if no number of tokens is known, and ``num_counted``, how many of them are known.
+
+    Args:
+        rows: Rows of results.
+        has_total: Also summarise all categories together, as ``all``.
+    """
+    found: dict[str, list[Row | None]] = defaultdict(list)
+    for row in rows:
+        answers = [answer.get("reasoning") for answer in _iter_answers(row)]
+        found[row["category"]] += answers
+    by_category = {name: found[name] for name in sorted(found) if found[name]}
+    if not any(answer is not None for answers in by_category.values() for answer in answers):
+        return {}
+    if has_total:
+        by_category.pop("all", None)
+        by_category["all"] = [answer for answers in found.values() for answer in answers]
+    return {name: _summarise(answers) for name, answers in by_category.items()}
+
+
+def _iter_answers(row: Row) -> Iterable[Row]:
+    """Iterate over the answers of a row: the steps of a conversation, or the one answer of a single-turn case."""
+    if "turns" in row:
+        return (step for turn in row["turns"] for step in turn)
+    return () if row.get("error") is not None else (row,)
+
+
+def _summarise(answers: Sequence[Row | None]) -> dict[str, Any]:
+    given = [answer for answer in answers if answer is not None]
+    reasoned = [answer for answer in given if answer["text"]]
+    counts = [answer["num_tokens"] for answer in reasoned if answer["num_tokens"] is not None]
+    n = len(answers)
+    return {
+        "reasoned": rate(len(reasoned), n),
+        "unclosed": rate(sum(not answer["is_closed"] for answer in given), n),
+        "cut": rate(sum(answer["is_cut"] for answer in given), n),
+        "mean_tokens": sum(counts) / len(counts) if counts else None,
+        "num_counted": len(counts),
     }

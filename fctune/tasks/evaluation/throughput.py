@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fctune.data.conversation import Conversation
-from fctune.engines.endpoint import EndpointEngine
-from fctune.engines.in_process import InProcessEngine
+from fctune.engines.local import LocalEngine
+from fctune.engines.server import ServerEngine
 
 # Writing 5 resets this process's peak resident size; see proc(5).
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -55,9 +55,7 @@ class Speed:
         return self.num_tokens / self.total_s
 
 
-def measure_in_process(
-    engine: InProcessEngine, prompts: Sequence[Conversation], width: int, num_new_tokens: int
-) -> Speed:
+def measure_in_process(engine: LocalEngine, prompts: Sequence[Conversation], width: int, num_new_tokens: int) -> Speed:
     """Measure batches of ``width`` prompts, each answered with exactly ``num_new_tokens`` tokens."""
     encoded = [engine.template.encode_prompt(prompt) for prompt in prompts]
     _reset_memory(engine.device)
@@ -80,7 +78,7 @@ def measure_in_process(
     return _to_speed(width, first, decode, num_tokens, total_s, _peak_memory(engine.device))
 
 
-def measure_endpoint(engine: EndpointEngine, prompts: Sequence[Conversation], width: int, num_new_tokens: int) -> Speed:
+def measure_endpoint(engine: ServerEngine, prompts: Sequence[Conversation], width: int, num_new_tokens: int) -> Speed:
     """Measure streamed answers with ``width`` requests in flight.
 
     A server that does not support ``ignore_eos`` may end answers early; tokens are counted as they arrive.

@@ -19,10 +19,10 @@ from fctune.calls.formats.registry import detect_format, get_format
 from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
-from fctune.engines.in_process import InProcessEngine
+from fctune.engines.local import LocalEngine
 from fctune.engines.model_files import ModelFiles
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import read_answer
+from fctune.tasks.evaluation.run import ask_cases
+from fctune.tasks.suite import Suite
 
 Status = Literal["ok", "failed", "skipped"]
 
@@ -64,7 +64,7 @@ class Validator:
     suite: Suite | None = None
     max_kl: float | None = None
     max_new_tokens: int = 256
-    _engine: InProcessEngine | None = field(default=None, init=False)
+    _engine: LocalEngine | None = field(default=None, init=False)
 
     def run(self) -> Iterator[Check]:
         """Yield every check as it finishes; checks that depend on a failed one are skipped."""
@@ -216,7 +216,7 @@ class Validator:
         return f"at {' and '.join(names[i] for i in sorted(names))}, also in the generation config"
 
     def _check_loads(self) -> str:
-        self._engine = InProcessEngine(self.model_dir)
+        self._engine = LocalEngine(self.model_dir)
         return f"{type(self._engine.model).__name__} in transformers, on {self._engine.device}"
 
     def _check_logits(self) -> str | None:
@@ -224,7 +224,7 @@ class Validator:
         if self.like is None:
             return None
         assert self._engine is not None
-        other = InProcessEngine(*self.like)
+        other = LocalEngine(*self.like)
         prompts = _probe_prompts(self.suite)
         encoded = [self._engine.template.encode_prompt(prompt) for prompt in prompts]
         kl, agreed, count, gap = 0.0, 0, 0, 0.0
@@ -252,12 +252,11 @@ class Validator:
             detect_format(self._engine.template.source) if self.format_name is None else get_format(self.format_name)
         )
         called = correct = 0
-        for answer in self._engine.answer([case.prompt for case in cases], self.max_new_tokens):
-            case = cases[answer.index]
-            parsed = read_answer(answer, reader, case.prompt.tools).strict
-            offered = {tool.name for tool in case.prompt.tools}
+        for judged in ask_cases(cases, self._engine, reader, self.max_new_tokens):
+            parsed = judged.reading.strict
+            offered = {tool.name for tool in judged.episode.state.tools}
             called += bool(parsed.calls) and not parsed.malformed and all(call.name in offered for call in parsed.calls)
-            correct += case.judge(parsed).is_valid
+            correct += judged.strict.is_valid
         found = (
             f"{called} of {len(cases)} cases of {self.suite.name} get a well-formed call of an offered tool, "
             f"{correct} the correct one"
@@ -276,7 +275,7 @@ def _probe_prompts(suite: Suite | None, num_prompts: int = 4) -> list[Conversati
 
 
 @torch.no_grad()
-def _log_probabilities(engine: InProcessEngine, ids: list[int]) -> Tensor:
+def _log_probabilities(engine: LocalEngine, ids: list[int]) -> Tensor:
     logits: Tensor = engine.model(input_ids=torch.tensor([ids], device=engine.device)).logits[0]
     return logits.double().log_softmax(-1).cpu()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,14 +11,14 @@ from typing import Any
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import CallFormat
+from fctune.calls.metrics import wilson_interval
 from fctune.engines.engine import Engine
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import JudgedAnswer, Row, is_valid
 from fctune.tasks.evaluation.results import ResultsFile, read_rows
 from fctune.tasks.evaluation.run import describe_run, run_suite
-from fctune.tasks.sampling.pass_rates import choose_ks, estimate_pass_rate
-from fctune.tasks.sampling.rewards import BINARY, REWARD_PARTS, score_answer, score_closeness, weigh_parts
+from fctune.tasks.judge import JudgedEpisode, Row, is_valid
+from fctune.tasks.rewards import BINARY, REWARD_PARTS, score_answer, score_closeness, weigh_parts
 from fctune.tasks.sampling.selection import group_by_case
+from fctune.tasks.suite import Suite
 
 # Fields of an evaluation's row that are the same for all answers to a case.
 _CASE_FIELDS = ("messages", "tools", "expected_calls")
@@ -112,7 +113,7 @@ def sample_suite(
     """
     repeated, timings = repeat_cases(suite, num_samples), Timings()
 
-    def to_row(judged: JudgedAnswer) -> Row:
+    def to_row(judged: JudgedEpisode) -> Row:
         start = time.perf_counter()
         row = make_row(judged, max_new_tokens)
         timings.judging_s += judged.judging_s + time.perf_counter() - start
@@ -148,7 +149,7 @@ def repeat_cases(suite: Suite, num_samples: int) -> Suite:
     return suite.with_cases(cases)
 
 
-def make_row(judged: JudgedAnswer, max_new_tokens: int) -> Row:
+def make_row(judged: JudgedEpisode, max_new_tokens: int) -> Row:
     """Return the result row of one answer; see ``sample_suite``."""
     answer, strict = judged.answer, judged.reading.strict
     row = {key: value for key, value in judged.to_row().items() if key not in _CASE_FIELDS}
@@ -240,3 +241,44 @@ def _average_rewards(groups: Mapping[str, Sequence[Row]], weights: Mapping[str, 
 def _count_shares(counts: Sequence[tuple[int, int]]) -> dict[str, int]:
     names = [name_share(*count) for count in counts]
     return {name: names.count(name) for name in ("always", "sometimes", "never", "unanswered")}
+
+
+def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
+    """Return the probability that at least one of ``k`` answers drawn from a case's answers is right.
+
+    1 - C(n - c, k) / C(n, k): the unbiased estimator of M. Chen et al., Evaluating Large Language Models Trained on
+    Code (2021), section 2.1.
+    """
+    assert 0 <= num_right <= num_answers
+    assert 1 <= k <= num_answers
+    return 1 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
+
+
+def estimate_pass_rate(counts: Sequence[tuple[int, int]], k: int) -> dict[str, Any]:
+    """Return the mean pass@k over cases with its 95 % interval: ``{"k", "rate", "n", "low", "high"}``.
+
+    The interval accounts for the choice of cases; the answers to a case are one cluster. It is Wilson's, for the
+    number of cases that would give the observed variance if each were right or wrong (N. Dean, M. Pagano, Evaluating
+    confidence interval methods for binomial proportions in clustered surveys, Journal of Survey Statistics and
+    Methodology 3, 2015). ``n`` counts the cases with at least ``k`` answers; others are left out. ``rate`` is None if
+    there are none.
+
+    Args:
+        counts: The number of answers and of right ones, of each case.
+        k: Number of answers drawn.
+    """
+    estimates = [pass_at_k(n, right, k) for n, right in counts if n >= k]
+    n = len(estimates)
+    if not n:
+        return {"k": k, "rate": None, "n": 0, "low": 0.0, "high": 1.0}
+    mean = math.fsum(estimates) / n
+    variance = math.fsum((one - mean) ** 2 for one in estimates) / (n - 1) / n if n > 1 else 0.0
+    # Equal estimates say nothing about their variance; each case then counts as one right or wrong answer.
+    num_effective = mean * (1 - mean) / variance if variance > 0 else n
+    low, high = wilson_interval(mean * num_effective, num_effective)
+    return {"k": k, "rate": mean, "n": n, "low": low, "high": high}
+
+
+def choose_ks(num_answers: int) -> list[int]:
+    """Return the values of k to report for cases with this many answers: 1, 2, 4 and so on, and all of them."""
+    return sorted({2**power for power in range(num_answers.bit_length()) if 2**power <= num_answers} | {num_answers})

@@ -1,57 +1,44 @@
-"""Open the multi-turn tasks and the server that a config names."""
+"""Open the tasks and the server that a config names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from fctune.calls.formats.registry import detect_format
+from fctune.base.errors import ConfigError
 from fctune.config.loading import read_environment
 from fctune.config.sections.rollouts import RECORDED, DialogueConfig, ServerConfig, parse_environments
 from fctune.data.chat_template import ChatTemplate
+from fctune.engines.policy_server import PolicyServer, ServerPatience
 from fctune.tasks.environments.base import Split
-from fctune.tasks.environments.host import EnvironmentHost
-from fctune.tasks.environments.process import Limits
-from fctune.tasks.environments.scoring import ENVIRONMENT_REWARD
-from fctune.tasks.sampling.dialogues import DialogueLimits
-from fctune.tasks.sampling.environment_tasks import EnvironmentTasks
-from fctune.tasks.sampling.recorded_tasks import RECORDED_REWARD, RecordedTasks, read_recorded
-from fctune.tasks.sampling.server_engine import ServerPatience, ServerRolloutEngine
+from fctune.tasks.environments.host import EnvironmentHost, Limits
+from fctune.tasks.environments.tasks import EnvironmentTasks
+from fctune.tasks.evaluation.row_cases import make_row_cases
+from fctune.tasks.recorded import RecordedTasks, read_recorded
+from fctune.tasks.rollouts import RolloutSettings
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import benchmark_of, load_suite, make_cases
 
 
 def open_dialogue_tasks(
-    cases: str,
-    config: DialogueConfig,
-    template: ChatTemplate,
-    *,
-    max_new_tokens: int,
-    max_tokens: int,
-    reward: Mapping[str, float] | None = None,
-    where: str = "grpo.reward",
-    split: Split = "train",
+    cases: str, config: DialogueConfig, settings: RolloutSettings, split: Split = "train"
 ) -> EnvironmentTasks | RecordedTasks:
     """Open the tasks of ``environment:NAMES:TASKS`` or ``recorded:ROWS``.
 
     Args:
         cases: Value of ``grpo.cases``.
         config: Limits of dialogues and environments.
-        template: Chat template and tokenizer of the policy.
-        max_new_tokens: Limit of one answer.
-        max_tokens: Limit of a dialogue, prompt included.
-        reward: Weights of the parts; None: the default for the kind of tasks.
-        where: Config key of the weights, for messages.
+        settings: How tasks are asked and rewarded; ``config`` limits their turns.
         split: Side of environments' tasks.
 
     Raises:
         ConfigError: An environment or a part of the reward does not exist, or an environment is unusable.
         DataError: The rows cannot be read, or none has recorded results.
     """
-    call_format = detect_format(template.source)
-    limits = DialogueLimits(config.max_turns, max_new_tokens, max_tokens)
+    settings = replace(settings, limits=replace(settings.limits, max_turns=config.max_turns))
     if cases.startswith(RECORDED):
-        weights = RECORDED_REWARD if reward is None else reward
-        rows = read_recorded(cases.removeprefix(RECORDED))
-        return RecordedTasks(rows, template, call_format, limits, weights, where)
+        return RecordedTasks(read_recorded(cases.removeprefix(RECORDED)), settings)
     parsed = parse_environments(cases)
     assert parsed is not None, "the config was checked"
     names, num_tasks = parsed
@@ -60,8 +47,7 @@ def open_dialogue_tasks(
     try:
         for name in names:
             hosts.append(EnvironmentHost(name, allowed))
-        weights = ENVIRONMENT_REWARD if reward is None else reward
-        return EnvironmentTasks(hosts, split, num_tasks, template, call_format, limits, weights, where)
+        return EnvironmentTasks(hosts, split, num_tasks, settings)
     except BaseException:
         for host in hosts:
             host.close()
@@ -76,8 +62,8 @@ def open_server_engine(
     temperature: float = 1.0,
     min_positions: int = 0,
     is_resumed: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> ServerRolloutEngine:
+    log: Callable[[str], None] = lambda line: None,
+) -> PolicyServer:
     """Connect to the server that a config names.
 
     Args:
@@ -87,13 +73,13 @@ def open_server_engine(
         temperature: Temperature of the answers.
         min_positions: Smallest context of the server, in tokens.
         is_resumed: Wait for the server if it is not there yet.
-        say: Called with a line when the server is lost or back.
+        log: Called with a line when the server is lost or back.
 
     Raises:
         ConfigError: No server answers, or it does not serve this model.
     """
     publish_dir = Path(config.publish_dir) if config.publish_dir is not None else output_dir / "policies"
-    return ServerRolloutEngine(
+    return PolicyServer(
         config.url,
         publish_dir,
         template,
@@ -105,5 +91,30 @@ def open_server_engine(
         min_positions=min_positions,
         patience=ServerPatience(max_wait_s=config.max_wait_s),
         is_resumed=is_resumed,
-        say=say,
+        log=log,
     )
+
+
+def load_training_suite(path: str, is_forced: bool = False) -> Suite:
+    """Load training cases: those of a suite's file, or the last turns of synthetic rows.
+
+    Args:
+        path: JSONL file of cases, suite in YAML, or ``synthetic:SPLIT:ROWS[:SEED]``.
+        is_forced: Accept the cases of a benchmark.
+
+    Raises:
+        ConfigError: The cases belong to a benchmark, and ``is_forced`` is False.
+        DataError: The cases cannot be read, or have no expected answers.
+    """
+    if path.startswith("synthetic:"):
+        rows = [case.row for case in make_row_cases([path]).cases]
+        named = ((f"{path}: case {number}", number, row) for number, row in enumerate(rows, start=1))
+        suite = Suite("synthetic", tuple(make_cases(Path(path), named)))
+    else:
+        suite = load_suite(path)
+    if (benchmark := benchmark_of(suite)) is not None and not is_forced:
+        raise ConfigError(
+            f"grpo.cases={path}: belongs to a benchmark ({benchmark}), which cannot measure a model that has learned "
+            "from it. Use other cases, or set grpo.force_benchmark=true; every output of the run then says so."
+        )
+    return suite

@@ -22,8 +22,8 @@ from fctune.models.export import Prompting, copy_companions, write_adapter_confi
 from fctune.models.sources import read_architecture
 from fctune.runs.record import read_run
 from fctune.tasks.evaluation.accuracy import find_accuracies
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 from tests.conftest import ROOT, TINY_BASE
 from tests.runs.sample_runs import make_run, render_correct, write_results
 from tests.thinking_templates import HYBRID, write_thinking_model

@@ -14,13 +14,13 @@ from fctune.calls.formats.registry import FORMATS
 from fctune.engines.engine import Answer
 from fctune.pages.page import Cases, Page
 from fctune.tasks.benchmarks import find_suite_files
-from fctune.tasks.evaluation.cases import Suite
-from fctune.tasks.evaluation.judging import judge_answer
-from fctune.tasks.evaluation.suites import load_suite
 from fctune.tasks.evaluation.summary import summarise_run
-from tests.calls.bfcl_wheel import needs_wheel
+from fctune.tasks.judge import judge_answer
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 from tests.conftest import ROOT
 from tests.pages.browser import needs_chromium, open_page, take_screenshot
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import needs_wheel
 
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;\ud800'
 LENIENT = '<tool_call>{"name": "get_weather", "parameters": {"city": "Paris", "unit": "celsius"}}</tool_call>'

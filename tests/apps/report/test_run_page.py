@@ -25,9 +25,9 @@ from fctune.runs.record import read_run
 from fctune.runs.sinks import AlertMonitor
 from fctune.runs.success import judge_run
 from fctune.tasks.evaluation.accuracy import find_accuracies, list_totals
-from fctune.tasks.evaluation.cases import Suite
 from fctune.tasks.evaluation.paired import compare_rows
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 from tests.conftest import ROOT
 from tests.pages.browser import BINARY, needs_chromium, open_page, take_screenshot
 from tests.runs.sample_runs import (

@@ -10,9 +10,7 @@ import pytest
 
 from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call
-from fctune.tasks.environments.discovery import list_environments
-from fctune.tasks.environments.host import EnvironmentDefect, EnvironmentHost
-from fctune.tasks.environments.process import Limits
+from fctune.tasks.environments.host import EnvironmentDefect, EnvironmentHost, Limits, list_environments
 from tests.conftest import ROOT
 
 FILE = Path(__file__).with_name("faulty_environments.py")
@@ -76,9 +74,9 @@ def test_prints_do_not_get_into_results(host: EnvironmentHost) -> None:
 
 @pytest.mark.parametrize("host", ["Drifts"], indirect=True)
 def test_an_environment_that_is_not_deterministic_is_named_when_calls_are_made_again(host: EnvironmentHost) -> None:
-    from fctune.tasks.environments.base import Task, TaskSpec
+    from fctune.tasks.environments.base import CheckedTask, TaskSpec
 
-    task = Task("t", TaskSpec("?", {"value": 0}, ()))
+    task = CheckedTask("t", TaskSpec("?", {"value": 0}, ()))
     first, second = host.start(task), host.start(task)
     first.call(add(1))
     with pytest.raises(EnvironmentDefect, match="exited with code 7"):

@@ -10,9 +10,9 @@ import pytest
 
 from fctune.data.conversation import Call, Tool
 from fctune.data.tool_schema import ToolSet
-from fctune.tasks.environments.base import Environment, Split, Task, ToolError
-from fctune.tasks.environments.discovery import BUILT_IN
-from fctune.tasks.environments.scoring import has_fact, score_episode
+from fctune.tasks.environments.base import CheckedTask, Environment, Split, ToolError
+from fctune.tasks.environments.host import BUILT_IN
+from fctune.tasks.environments.tasks import has_fact, score_episode
 
 NUM_TASKS = 300
 
@@ -23,12 +23,12 @@ def make(name: str) -> Environment:
     return environment
 
 
-def play(environment: Environment, spec: Any) -> tuple[Task, list[Any]]:
+def play(environment: Environment, spec: Any) -> tuple[CheckedTask, list[Any]]:
     """Return the task with its states, and the results of its calls."""
     environment.reset(spec.state)
     start = environment.state()
     results = [environment.call(name, dict(arguments)) for name, arguments in spec.calls]
-    return Task("t", spec, start, environment.state()), results
+    return CheckedTask("t", spec, start, environment.state()), results
 
 
 @pytest.fixture(params=sorted(BUILT_IN))

@@ -13,9 +13,8 @@ from fctune.base.errors import DataError
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.prepared_set import prepare
 from fctune.data.synthetic import iter_cases
-from fctune.tasks.evaluation.held_out import write_held_out_cases
-from fctune.tasks.evaluation.leaks import HELD_OUT_FILE, find_leaks
-from fctune.tasks.evaluation.suites import load_suite
+from fctune.tasks.evaluation.held_out import HELD_OUT_FILE, find_leaks, write_held_out_cases
+from fctune.tasks.suite_files import load_suite
 
 WriteRows = Callable[..., Path]
 

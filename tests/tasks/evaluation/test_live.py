@@ -21,7 +21,8 @@ from fctune.data.conversation import Conversation
 from fctune.data.prepared_set import prepare
 from fctune.data.sources.reader import read_source
 from fctune.data.synthetic import iter_cases
-from fctune.engines.in_process import InProcessEngine
+from fctune.engines.engine import make_prompts
+from fctune.engines.local import LocalEngine
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy
@@ -110,7 +111,7 @@ def answers_of(world: World, config_argv: list[str], cases: Path) -> dict[str, l
     """Answers of a sharded model whose adapters do something: out of training, and from its export."""
     from fctune.models.export import export_merged
     from fctune.models.lora import apply_lora_, init_adapters_
-    from fctune.tasks.evaluation.cases import read_cases
+    from fctune.tasks.suite_files import read_cases
     from fctune.training.setup import build_base, shard_and_load_
 
     config = load_config(config_argv[1], config_argv[2:])
@@ -126,9 +127,9 @@ def answers_of(world: World, config_argv: list[str], cases: Path) -> dict[str, l
     export_merged(model, base, Path(config.output_dir), is_writer=world.is_main)
     torch.distributed.barrier()
     live = LiveEvaluation(EvalConfig(every=1, cases=str(cases)), base, world)._engine(model)
-    prompts = [case.prompt for case in read_cases(cases)]
-    engines = {"live": live, "export": InProcessEngine(config.output_dir)}
-    return {name: [a.text for a in sorted(e.answer(prompts, 40), key=lambda a: a.index)] for name, e in engines.items()}
+    prompts = make_prompts([case.prompt for case in read_cases(cases)], 40)
+    engines = {"live": live, "export": LocalEngine(config.output_dir)}
+    return {name: [a.text for a in sorted(e.answer(prompts), key=lambda a: a.index)] for name, e in engines.items()}
 
 
 BASES: dict[str, Callable[[Path], Path]] = {

@@ -16,21 +16,21 @@ from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import FORMATS
 from fctune.config.sections.evaluation import EvalConfig
 from fctune.data.chat_template import ChatTemplate
-from fctune.data.conversation import Call, Conversation
+from fctune.data.conversation import Call
 from fctune.data.synthetic import iter_cases
-from fctune.engines.engine import Answer
+from fctune.engines.engine import Answer, Prompt
 from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
-from fctune.tasks.evaluation.cases import Suite
 from fctune.tasks.evaluation.live import RATES, LiveEvaluation
 from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.evaluation.run import run_suite
 from fctune.tasks.evaluation.score_file import score_file
 from fctune.tasks.evaluation.serving import parse_as_served
-from fctune.tasks.evaluation.suites import load_suite
 from fctune.tasks.evaluation.summary import summarise_run
-from tests.calls.bfcl_wheel import data_dir, needs_wheel
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 from tests.conftest import TINY_BASE
 from tests.ranks import run_ranks
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir, needs_wheel
 
 HERMES = FORMATS["hermes"]
 MALFORMED = "<tool_call>{"
@@ -44,9 +44,9 @@ class FixedEngine:
         self.answers = answers
         self.template = template
 
-    def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
         for index, prompt in enumerate(prompts):
-            answer = self.answers[prompt.source]
+            answer = self.answers[prompt.conversation.source]
             yield Answer(index, answer.text, tool_calls=answer.tool_calls, error=answer.error)
 
     def describe(self) -> dict[str, Any]:

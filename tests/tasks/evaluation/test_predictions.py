@@ -11,7 +11,7 @@ import pytest
 
 from fctune.base.errors import ConfigError, DataError
 from fctune.data.conversation import Call, Tool
-from fctune.tasks.evaluation.predictions import Prediction, read_predictions
+from fctune.tasks.evaluation.score_file import Prediction, read_predictions
 
 WriteRows = Callable[..., Path]
 CALL = {"name": "f", "arguments": {"a": 1}}

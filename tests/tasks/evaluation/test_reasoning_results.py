@@ -16,17 +16,19 @@ from fctune.calls.formats.registry import FORMATS
 from fctune.calls.reasoning.base import Reasoning
 from fctune.calls.reasoning.registry import REASONING_FORMATS
 from fctune.data.conversation import Conversation, Message
-from fctune.engines.endpoint import EndpointEngine, to_messages
-from fctune.engines.engine import Answer
-from fctune.engines.in_process import InProcessEngine
-from fctune.tasks.evaluation.cases import Case, Suite
-from fctune.tasks.evaluation.judging import judge_answer, judge_row
-from fctune.tasks.evaluation.reasoning import summarise_reasoning
+from fctune.engines.engine import Answer, Prompt
+from fctune.engines.local import LocalEngine
+from fctune.engines.server import ServerEngine, to_messages
+from fctune.tasks.episode import read_answer
 from fctune.tasks.evaluation.results import ResultsFile
-from fctune.tasks.evaluation.suites import load_suite
-from fctune.tasks.evaluation.summary import summarise_run
+from fctune.tasks.evaluation.summary import summarise_reasoning, summarise_run
+from fctune.tasks.judge import judge_answer, judge_row
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
+from fctune.tasks.task import Case, Step, to_results
 from tests.conftest import ROOT
 from tests.engines.fault_server import Handler, serve
+from tests.tasks.benchmarks.bfcl.scripted_player import Player, run, sample
 from tests.thinking_templates import HYBRID, write_thinking_model
 
 HERMES = FORMATS["hermes"]
@@ -56,7 +58,7 @@ def test_an_answer_is_judged_without_its_reasoning_and_the_row_keeps_both(smoke:
     assert row["answer"].startswith("<think>")
     assert row["reasoning"]["text"].startswith("Not <tool_call>")
     assert (row["reasoning"]["is_closed"], row["reasoning"]["is_cut"]) == (True, False)
-    assert judge_row(case, json.loads(json.dumps(row))).outcome.verdict == "correct"
+    assert judge_row(case, json.loads(json.dumps(row)))[0].outcome.verdict == "correct"
     inside = row_of(case, f"<think>\n{CALL}\n</think>\n\nNo.")
     assert (inside["verdict"], inside["lenient"]["verdict"], inside["calls"]) == ("missed_call", "missed_call", [])
     never = row_of(case, f"<think>\n{CALL}", is_cut=True)
@@ -106,8 +108,8 @@ def test_reasoning_that_a_server_sends_is_read(
         handler.send(200, json.dumps(sent))
 
     with serve(behave) as log:
-        engine = EndpointEngine(log.url, "m")
-        found = next(iter(engine.answer([Conversation((Message("user", "Hi"),))], 8)))
+        engine = ServerEngine(log.url, "m")
+        found = next(iter(engine.answer([Prompt(Conversation((Message("user", "Hi"),)), 8)])))
     assert (found.error, found.reasoning) == (None, expected)
 
 
@@ -117,7 +119,7 @@ def test_the_history_sent_to_a_server_has_the_reasoning_under_both_names() -> No
     assert (sent[1]["reasoning"], sent[1]["reasoning_content"], sent[1]["content"]) == ("Hm.", "Hm.", "Ho.")
 
 
-class Scripted(InProcessEngine):
+class Scripted(LocalEngine):
     """Generates given texts, with everything around them as in an evaluation."""
 
     texts: list[str]
@@ -137,13 +139,13 @@ def test_in_process_the_reasoning_is_split_by_the_template_and_counted(tiny_base
     plain = write_thinking_model(tiny_base, tmp_path / "hybrid", HYBRID)
     engine = Scripted(plain)
     engine.texts = ["<think>\nOne two.\n</think>\n\nHo."]
-    found = next(iter(engine.answer([prompt], 64)))
+    found = next(iter(engine.answer([Prompt(prompt, 64)])))
     assert found.text == engine.texts[0]
     assert found.reasoning is not None
     assert (found.reasoning.text, found.reasoning.is_closed) == ("One two.", True)
     assert found.reasoning.num_tokens == len(engine.template.tokenizer.encode("One two.", add_special_tokens=False)) > 1
     engine.texts = ["Ho </think> ho."]
-    assert next(iter(engine.answer([prompt], 64))).reasoning is None
+    assert next(iter(engine.answer([Prompt(prompt, 64)]))).reasoning is None
     # A template that opens the reasoning in its prompt: only the end is in the text.
     opened = write_thinking_model(tiny_base, tmp_path / "opened", HYBRID)
     source = (opened / "chat_template.jinja").read_text()
@@ -153,12 +155,12 @@ def test_in_process_the_reasoning_is_split_by_the_template_and_counted(tiny_base
     (opened / "chat_template.jinja").write_text(source.replace(prompts, prompts + opening))
     engine = Scripted(opened)
     engine.texts = ["One.\n</think>\n\nHo."]
-    found = next(iter(engine.answer([prompt], 64)))
+    found = next(iter(engine.answer([Prompt(prompt, 64)])))
     assert engine.template.decode(engine.encoded[0]).endswith("<think>\n")
     assert found.reasoning is not None
     assert (found.reasoning.text, found.reasoning.blank(found.text).strip()) == ("One.", "Ho.")
     engine.texts = ["I never stop"]
-    found = next(iter(engine.answer([prompt], 64)))
+    found = next(iter(engine.answer([Prompt(prompt, 64)])))
     assert found.reasoning is not None
     assert (found.reasoning.text, found.reasoning.is_closed) == ("I never stop", False)
 
@@ -203,16 +205,29 @@ def test_the_page_shows_reasoning_folded_and_its_rates(smoke: Suite, tmp_path: P
 
 
 def test_a_conversation_continues_with_the_reasoning_as_a_field_of_its_own() -> None:
-    from fctune.tasks.evaluation.dialogue import _Step
+    def step_of(text: str) -> Step:
+        reading = read_answer(answer(text), HERMES)
+        return Step(answer(text), reading, reading.lenient, reading.lenient.calls)
 
-    text = f"<think>\nHm.\n</think>\n\nI look. {CALL}"
-    step = _Step(answer(text), *HERMES.parse_both(answer(text).reasoning.blank(text)))  # type: ignore[union-attr]
-    step.calls, step.results = step.lenient.calls, ('{"sky": "clear"}',)
-    message, result = step.to_messages(has_one_call_each=False)
+    step = step_of(f"<think>\nHm.\n</think>\n\nI look. {CALL}")
+    message, (result,) = step.to_message(), to_results(step.calls, ['{"sky": "clear"}'])
     assert (message.reasoning, message.content, len(message.calls)) == ("Hm.", "I look.", 1)
     assert result.role == "tool"
-    cut = _Step(answer("<think>\nHm."), *HERMES.parse_both(""))
-    (last,) = cut.to_messages(has_one_call_each=False)
+    last = step_of("<think>\nHm.").to_message()
     assert (last.reasoning, last.content) == ("Hm.", "")
-    row = step.to_row()
-    assert row["reasoning"]["text"] == "Hm."
+
+
+class Thinker(Player):
+    """Reasons before every answer."""
+
+    def say(self, index: int, prompt: Conversation) -> Answer:
+        return answer(f"<think>\nHm.\n</think>\n\n{super().say(index, prompt).text}", index=index)
+
+
+def test_each_step_of_a_conversation_keeps_its_reasoning(tmp_path: Path) -> None:
+    suite = sample(200)
+    (row, *_) = run(suite, Thinker(suite), tmp_path / "out.jsonl")
+    assert row["bfcl"]["valid"]
+    assert {step["reasoning"]["text"] for turn in row["turns"] for step in turn} == {"Hm."}
+    thoughts = [message.get("reasoning") for message in row["messages"] if message["role"] == "assistant"]
+    assert set(thoughts) <= {"Hm.", None}

@@ -18,13 +18,12 @@ import pytest
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.registry import FORMATS
-from fctune.data.conversation import Conversation
-from fctune.engines.engine import Answer
-from fctune.tasks.evaluation.cases import Suite
+from fctune.engines.engine import Answer, Prompt
 from fctune.tasks.evaluation.results import ResultsFile, read_rows
 from fctune.tasks.evaluation.run import describe_run, run_suite
-from fctune.tasks.evaluation.suites import load_suite
 from fctune.tasks.evaluation.summary import summarise_run
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import load_suite
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
@@ -37,12 +36,12 @@ class Oracle:
         self.dies_after, self.lost, self.name = dies_after, lost, name
         self.queried: list[str] = []
 
-    def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
         # Not in the order of the prompts, as engines do.
         for index in reversed(range(len(prompts))):
             if self.dies_after is not None and len(self.queried) >= self.dies_after:
                 raise KeyboardInterrupt
-            case = self.by_source[prompts[index].source]
+            case = self.by_source[prompts[index].conversation.source]
             self.queried.append(case.id)
             if case.id in self.lost:
                 yield Answer(index, error="the server is gone")
@@ -141,7 +140,7 @@ def test_two_runs_do_not_write_to_one_file(suite: Suite, tmp_path: Path) -> None
 
 def test_half_a_surrogate_pair_is_written_and_read_back(suite: Suite, tmp_path: Path) -> None:
     class Odd(Oracle):
-        def answer(self, prompts: Sequence[Conversation], max_new_tokens: int) -> Iterator[Answer]:
+        def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
             yield from (Answer(index, "\ud800 ü", error=None) for index in range(len(prompts)))
 
     rows = run(suite, Odd(suite), tmp_path / "results.jsonl")

@@ -14,8 +14,8 @@ from fctune.base.errors import DataError
 from fctune.cli import main
 from fctune.data.conversation import Conversation
 from fctune.data.sources import read_source
-from fctune.tasks.evaluation.cases import read_cases
 from fctune.tasks.evaluation.row_cases import make_row_cases, split_by_question, split_by_tool, split_cases
+from fctune.tasks.suite_files import read_cases
 
 Write = Callable[..., Path]
 

@@ -23,10 +23,12 @@ from fctune.data.conversation import Call, Tool
 from fctune.tasks.benchmarks.bfcl.cases import CATEGORIES, MULTI_TURN, BfclCase, category_of, read_bfcl
 from fctune.tasks.benchmarks.bfcl.single_turn import to_tool
 from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
-from fctune.tasks.evaluation.cases import Case as OwnCase
-from fctune.tasks.evaluation.cases import Suite, read_cases
 from fctune.tasks.evaluation.score_file import partial_path, score_file
-from tests.calls.bfcl_wheel import (
+from fctune.tasks.suite import Suite
+from fctune.tasks.suite_files import read_cases
+from fctune.tasks.task import Case as OwnCase
+from tests.calls.mutations import mutate, mutate_source, odd_arguments
+from tests.tasks.benchmarks.bfcl.bfcl_wheel import (
     PYTHON_CATEGORIES,
     SOURCE_CATEGORIES,
     Case,
@@ -38,8 +40,7 @@ from tests.calls.bfcl_wheel import (
     official_multi_turn_checker,
     official_served_checker,
 )
-from tests.calls.mutations import mutate, mutate_source, odd_arguments
-from tests.calls.turn_mutations import gold_turns, mutate_turns
+from tests.tasks.benchmarks.bfcl.turn_mutations import gold_turns, mutate_turns
 
 WriteRows = Callable[..., Path]
 

@@ -23,13 +23,13 @@ from fctune.calls.formats.registry import FORMATS
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.pairs import Pair, PairReader
 from fctune.data.sources import UnreadRow, read_source
-from fctune.engines.engine import Answer, AnswerTokens
-from fctune.tasks.evaluation.cases import Case, Suite
+from fctune.engines.engine import Answer, AnswerTokens, Prompt
 from fctune.tasks.evaluation.results import ResultsFile, read_rows
-from fctune.tasks.sampling.pass_rates import choose_ks, estimate_pass_rate, pass_at_k
-from fctune.tasks.sampling.rewards import check_reward, weigh_parts
-from fctune.tasks.sampling.run import Budget, sample_suite, summarise_samples
+from fctune.tasks.rewards import check_reward, weigh_parts
+from fctune.tasks.sampling.run import Budget, choose_ks, estimate_pass_rate, pass_at_k, sample_suite, summarise_samples
 from fctune.tasks.sampling.selection import group_by_case, select_pairs, select_rows
+from fctune.tasks.suite import Suite
+from fctune.tasks.task import Case
 from tests.conftest import ROOT
 
 HERMES = FORMATS["hermes"]
@@ -52,13 +52,11 @@ class Script:
         self.answers, self.dies_after, self.has_tokens = answers, dies_after, has_tokens
         self.asked: list[tuple[str, int]] = []
 
-    def answer(
-        self, prompts: Sequence[Conversation], max_new_tokens: int, samples: Sequence[int] = ()
-    ) -> Iterator[Answer]:
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
         for index in reversed(range(len(prompts))):
             if self.dies_after is not None and len(self.asked) >= self.dies_after:
                 raise KeyboardInterrupt
-            name, sample = prompts[index].source, samples[index] if samples else 0
+            name, sample = prompts[index].conversation.source, prompts[index].sample
             self.asked.append((name, sample))
             said = self.answers[name]
             text = said[sample % len(said)]
@@ -281,8 +279,8 @@ from fctune.tasks.sampling.run import sample_suite
 from tests.tasks.sampling.test_sampled_answers import ANSWERS, HERMES, SUITE, Script
 
 class Slow(Script):
-    def answer(self, *arguments, **named):
-        for answer in super().answer(*arguments, **named):
+    def answer(self, prompts):
+        for answer in super().answer(prompts):
             time.sleep(0.02)
             yield answer
 

@@ -9,12 +9,12 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fctune.tasks.benchmarks import Benchmark, Measured
+from fctune.tasks.benchmarks import Benchmark
 from fctune.tasks.benchmarks.bfcl.cases import CATEGORIES, NAME, TITLE, category_of
 
 if TYPE_CHECKING:
     from fctune.tasks.benchmarks.bfcl.single_turn import Mode
-    from fctune.tasks.evaluation.cases import Suite
+    from fctune.tasks.suite import Measured, Suite
 
 
 class Bfcl(Benchmark):
@@ -55,7 +55,7 @@ class Bfcl(Benchmark):
         """Return the suite of the categories that are named; ``find`` adds those of the predictions."""
         from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
 
-        return BfclSuite(arguments.data, arguments.categories, arguments.dots_as_underscores, plug_in=self)
+        return BfclSuite(arguments.data, arguments.categories, arguments.dots_as_underscores, weigh=self.weigh)
 
     def load(
         self,
@@ -71,7 +71,7 @@ class Bfcl(Benchmark):
 
         data = options.get("bfcl_data")
         mode: Mode = "prompt" if options.get("bfcl_mode") == "prompt" else "tools"
-        return load_bfcl(settings, where, categories, data, mode, has_plain_names, has_multi_turn, self)
+        return load_bfcl(settings, where, categories, data, mode, has_plain_names, has_multi_turn, self.weigh)
 
     def owns(self, case_id: str) -> bool:
         """Return True for ids such as ``simple_python_12``."""

@@ -25,7 +25,7 @@ from fctune.tasks.benchmarks.bfcl.multi_turn import (
     check_multi_turn,
     load_simulators,
 )
-from fctune.tasks.evaluation.cases import MultiTurnCase, Turn
+from fctune.tasks.task import MultiTurnCase, Turn
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class BfclMultiTurnCase(MultiTurnCase):
         failure = judge_failure(sum(map(len, self.expected)), reason)
         return failure._replace(benchmark=BenchmarkVerdict(False, reason))
 
-    def start(self) -> SimulatedTools:
+    def open_tools(self) -> SimulatedTools:
         """Create the tools in their initial state."""
         return SimulatedTools(self.question, load_simulators(), "model", self.max_time_s)
 

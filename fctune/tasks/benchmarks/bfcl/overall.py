@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
-from fctune.tasks.benchmarks import Measured
 from fctune.tasks.benchmarks.bfcl.cases import MULTI_TURN, SINGLE_TURN
+from fctune.tasks.suite import Measured
 
 WEB_SEARCH = ("web_search_base", "web_search_no_snippet")
 MEMORY = ("memory_kv", "memory_vector", "memory_rec_sum")

@@ -21,17 +21,17 @@ from typing import Any, ClassVar, Literal
 
 from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import Parsed
-from fctune.calls.judge import Judgement, describe_malformed
+from fctune.calls.judge import BenchmarkVerdict, Judgement, describe_malformed, judge_failure
 from fctune.calls.matching import describe_differences
 from fctune.config.parsing import suggest
 from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.tasks.benchmarks.bfcl.answer_key import AnswerKey
 from fctune.tasks.benchmarks.bfcl.cases import MULTI_TURN, NAME, SINGLE_TURN, TITLE, BfclCase, read_bfcl
-from fctune.tasks.benchmarks.bfcl.checker import language_of
-from fctune.tasks.benchmarks.bfcl.judge import SingleTurnJudge
+from fctune.tasks.benchmarks.bfcl.checker import CallChecker, language_of
 from fctune.tasks.benchmarks.bfcl.multi_turn_cases import open_multi_turn
 from fctune.tasks.benchmarks.bfcl.overall import AGENTIC
 from fctune.tasks.benchmarks.bfcl.prompt_answers import join_tuples
-from fctune.tasks.evaluation.cases import Case, MultiTurnCase
+from fctune.tasks.task import Case, MultiTurnCase
 
 Mode = Literal["tools", "prompt"]
 """How a model is given the functions: as native tools, or in the leaderboard's own system prompt."""
@@ -316,3 +316,34 @@ def _first(value: Any) -> Any:
                  for key, values in value.items()}  # fmt: skip
         return {key: _first(values[0]) for key, values in given.items() if values}
     return [_first(item) for item in value] if isinstance(value, list) else value
+
+
+_VALID = BenchmarkVerdict(True, "")
+
+
+class SingleTurnJudge:
+    """Judges answers to one single-turn case; prepared once for many answers."""
+
+    def __init__(self, case: BfclCase) -> None:
+        self._checker = CallChecker(case.category, case.functions, case.answers)
+        self._key = AnswerKey(case)
+
+    def judge(self, parsed: Parsed, decoded: Parsed | None = None) -> Judgement:
+        """Judge the calls of one answer; ``Judgement.differences`` stays empty, as listing them takes most time.
+
+        Args:
+            parsed: The answer as read.
+            decoded: The answer as the leaderboard decodes it; see ``Reading.decoded``. None: as read.
+        """
+        decoded = decoded or parsed
+        checked = self._checker.check(() if decoded.malformed else decoded.calls)
+        outcome = self._key.judge(parsed, checked.is_exact)
+        if checked.valid and not checked.reason:
+            return Judgement(outcome, "", (), _VALID)
+        reason = describe_malformed(decoded.malformed[0]) if decoded.malformed and not checked.valid else checked.reason
+        return Judgement(outcome, reason, (), BenchmarkVerdict(checked.valid, checked.reason))
+
+    def judge_failure(self, reason: str) -> Judgement:
+        """Judge a case without an answer."""
+        failure = judge_failure(self._key.num_expected, reason)
+        return failure._replace(benchmark=BenchmarkVerdict(False, reason))

@@ -10,7 +10,6 @@ from typing import Any
 from fctune.base.errors import ConfigError, DataError
 from fctune.config.loading import format_problems
 from fctune.config.parsing import parse_dataclass
-from fctune.tasks.benchmarks import Benchmark
 from fctune.tasks.benchmarks.bfcl.cases import CATEGORIES, MULTI_TURN, NAME, TITLE, category_of
 from fctune.tasks.benchmarks.bfcl.prompt_answers import BfclAnswer
 from fctune.tasks.benchmarks.bfcl.single_turn import (
@@ -20,7 +19,8 @@ from fctune.tasks.benchmarks.bfcl.single_turn import (
     load_category,
     resolve_categories,
 )
-from fctune.tasks.evaluation.cases import AnyCase, Case, MultiTurnCase, Suite
+from fctune.tasks.suite import Suite, Weigh
+from fctune.tasks.task import AnyCase, Case, MultiTurnCase
 
 
 class BfclSuite(Suite):
@@ -31,7 +31,7 @@ class BfclSuite(Suite):
         categories: Categories or groups of them to load at once.
         has_plain_names: Write ``a_b`` for a function ``a.b``, for models that cannot write dots.
         mode: How the model is given the functions.
-        plug_in: The benchmark's plug-in, which weighs the categories; None leaves the overall number out.
+        weigh: Weighs the categories; None leaves the overall number out.
 
     Raises:
         ConfigError: A category does not exist, or the wheel, which has the prompt of the mode "prompt", is missing.
@@ -44,7 +44,7 @@ class BfclSuite(Suite):
         categories: Sequence[str] = (),
         has_plain_names: bool = False,
         mode: Mode = "tools",
-        plug_in: Benchmark | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
         if not Path(data_dir).is_dir():
             raise DataError(
@@ -59,7 +59,8 @@ class BfclSuite(Suite):
             not_run,
             release=find_release(data_dir),
             call_format=BfclAnswer() if mode == "prompt" else None,
-            plug_in=plug_in,
+            weigh=weigh,
+            any_call=frozenset({"live_relevance"}),
         )
         self._mode = mode
         self._data_dir = Path(data_dir)
@@ -114,7 +115,7 @@ def load_bfcl(
     mode: Mode,
     has_plain_names: bool,
     has_multi_turn: bool,
-    plug_in: Benchmark,
+    weigh: Weigh,
 ) -> Suite:
     """Load the suite of a YAML file.
 
@@ -126,7 +127,7 @@ def load_bfcl(
         mode: How the model is given the functions.
         has_plain_names: Write ``a_b`` for a function ``a.b``; the mode "prompt" keeps the dots.
         has_multi_turn: Include the multi-turn categories.
-        plug_in: The benchmark's plug-in.
+        weigh: Weighs the categories.
 
     Raises:
         ConfigError: The settings are invalid, a category does not exist, or the wheel is missing.
@@ -141,7 +142,7 @@ def load_bfcl(
     left_out = {name: "needs several turns, which this command does not run" for name in runnable if name not in run}
     data = data or parsed.data
     suite = BfclSuite(
-        data if data is not None else find_installed_data(), run, has_plain_names and mode == "tools", mode, plug_in
+        data if data is not None else find_installed_data(), run, has_plain_names and mode == "tools", mode, weigh
     )
     loaded = suite.with_cases(suite.cases, suite.multi_turn)
     name = Path(where).stem

@@ -1,0 +1,284 @@
+"""Engine that generates in this process, through transformers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fctune.base.errors import CheckpointError, ConfigError, DataError
+from fctune.config.intervals import format_count
+from fctune.data.chat_template import ChatTemplate
+from fctune.data.chosen_template import ChosenTemplate
+from fctune.engines.decoding import AnswerDecoder, find_stop_ids
+from fctune.engines.engine import Answer, AnswerTokens, Prompt, Sampling
+from fctune.engines.model_files import ModelFiles
+from fctune.models.hub import digest_model
+
+_NUM_SHOWN = 3
+
+
+class LocalEngine:
+    """Generates in batches, with a KV cache, on this machine's GPU or CPU; a ``PolicyEngine``.
+
+    The model's own generation config applies, as it does on servers: a repetition penalty there has its effect.
+
+    Args:
+        model_dir: A Hugging Face model directory, such as a run's ``export/merged``.
+        adapter_dir: A PEFT adapter to merge into the model, such as a run's ``export/adapter``.
+        batch_size: Prompts in a batch; halved for good when memory runs out.
+        sampling: Choice of tokens; None is greedy.
+        device: Where to generate; None takes the GPU if there is one.
+        model: A transformers model in memory to use with the directory's tokenizer; None loads the directory's.
+        loads_model: Load the directory's weights; without, and without a model, one must be published first.
+        template_args: Switches of the chat template for every prompt, over those recorded with the model.
+        chat_template: Template in place of the one in the adapter's directory, or in the model's, if any.
+        keeps_tokens: Answers have their ``tokens``.
+
+    Raises:
+        ConfigError: The directory is missing or broken, or has no tokenizer or chat template.
+        CheckpointError: The weights cannot be read.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        adapter_dir: str | Path | None = None,
+        batch_size: int = 64,
+        sampling: Sampling | None = None,
+        device: torch.device | None = None,
+        model: Any = None,
+        loads_model: bool = True,
+        template_args: dict[str, Any] | None = None,
+        chat_template: ChosenTemplate | None = None,
+        keeps_tokens: bool = False,
+    ):
+        self.model_dir = Path(model_dir)
+        self.adapter_dir = Path(adapter_dir) if adapter_dir is not None else None
+        if not (self.model_dir / "config.json").is_file():
+            raise ConfigError(f"{model_dir}: not a model directory (no config.json). Pass a Hugging Face directory.")
+        tokenizer_dir = ModelFiles(self.model_dir, self.adapter_dir).tokenizer_dir
+        self._chosen = chat_template
+        self.template = ChatTemplate(tokenizer_dir, template_args=template_args, chat_template=chat_template)
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.batch_size = batch_size
+        self.sampling = sampling or Sampling()
+        self._keeps_tokens = keeps_tokens
+        self.decoder = AnswerDecoder(self.template)
+        self.model: Any = None
+        self.version = 0
+        self.stop_ids: frozenset[int] = frozenset()
+        if model is not None or loads_model:
+            self.publish(_load_model(self.model_dir, self.adapter_dir) if model is None else model, 0)
+
+    def publish(self, policy: Any, version: int) -> None:
+        """Generate with this transformers model from now on."""
+        self.model, self.version = policy.to(self.device), version
+        self.stop_ids = find_stop_ids(policy.generation_config.eos_token_id, self.template)
+
+    def close(self) -> None:
+        """Free the model."""
+        self.model = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return paths and digests of the model, its adapter and its chosen template, and the sampling settings."""
+        sampling = self.sampling if self.sampling.temperature > 0 else Sampling()
+        described: dict[str, Any] = {"model": str(self.model_dir), "model_digest": digest_model(self.model_dir)}
+        if self.adapter_dir is not None:
+            described |= {"adapter": str(self.adapter_dir), "adapter_digest": digest_model(self.adapter_dir)}
+        if self._chosen is not None:
+            digest = hashlib.blake2b(self._chosen.source.encode(), digest_size=8).hexdigest()
+            described |= {"chat_template": self._chosen.name, "chat_template_digest": digest}
+        if self.template.template_args:
+            described["template_args"] = self.template.template_args
+        return {**described, "temperature": sampling.temperature, "seed": sampling.seed}
+
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
+        """Yield one answer per prompt, longest prompts first, so that a batch holds prompts of similar length.
+
+        Raises:
+            DataError: No prompt can be answered: the template refuses them, or they leave no room for an answer within
+                the model's positions. If that holds for some prompts only, their answers are errors.
+        """
+        assert self.model is not None, "nothing was published"
+        encoded, refused = self._encode(prompts)
+        if refused and not encoded:
+            shown = "\n".join(
+                f"  {prompts[i].conversation.source}: {reason}" for i, reason in list(refused.items())[:_NUM_SHOWN]
+            )
+            raise DataError(
+                f"{self.model_dir}: none of {format_count(len(refused), 'prompt')} can be answered\n{shown}"
+            )
+        for index, reason in refused.items():
+            yield Answer(index, error=reason, version=self.version)
+        seeds = {i: self._seed(prompts[i]) for i in encoded}
+        waiting = sorted(encoded, key=lambda i: -len(encoded[i]))
+        while waiting:
+            batch = waiting[: self.batch_size]
+            try:
+                limit = max(prompts[i].max_new_tokens for i in batch)
+                continued = self.continue_tokens([encoded[i] for i in batch], [seeds[i] for i in batch], limit)
+            except torch.OutOfMemoryError as error:
+                if len(batch) > 1:
+                    self.batch_size = max(1, len(batch) // 2)
+                    continue
+                reason = f"out of memory ({' '.join(str(error).split())[:160]})"
+                yield Answer(batch[0], error=reason, version=self.version)
+            else:
+                for index, tokens in zip(batch, continued, strict=True):
+                    yield self._decode(index, tokens, prompts[index].max_new_tokens)
+            waiting = waiting[len(batch) :]
+
+    def generate(self, encoded: list[list[int]], max_new_tokens: int, **options: Any) -> Tensor:
+        """Return the token ids ``[b, s]`` that the model generates after each prompt, padded after its last."""
+        width = max(map(len, encoded))
+        pad = self.template.tokenizer.pad_token_id
+        pad = min(self.stop_ids) if pad is None else pad
+        tokens = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=self.device)
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=self.device)
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        with torch.no_grad():
+            generated: Tensor = self.model.generate(
+                input_ids=tokens,
+                attention_mask=mask,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=sorted(self.stop_ids),
+                pad_token_id=pad,
+                **greedy,
+                **options,
+            )
+        return generated[:, width:]
+
+    def _decode(self, index: int, tokens: AnswerTokens, limit: int) -> Answer:
+        """Return the answer that continued tokens are, up to its own limit, which its batch may exceed."""
+        ids = tokens.ids[:limit]
+        tokens = AnswerTokens(tokens.prompt_ids, ids, tokens.logprobs[:limit])
+        is_cut = not ids or ids[-1] not in self.stop_ids
+        answer = Answer(index, is_cut=is_cut, tokens=tokens, version=self.version)
+        return self.decoder.decode(answer, has_tokens=self._keeps_tokens)
+
+    def _encode(self, prompts: Sequence[Prompt]) -> tuple[dict[int, list[int]], dict[int, str]]:
+        """Return the token ids of prompts by index, and the reasons why the others cannot be answered."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        encoded: dict[int, list[int]] = {}
+        refused: dict[int, str] = {}
+        for index, prompt in enumerate(prompts):
+            if prompt.ids is not None:
+                encoded[index] = list(prompt.ids)
+                continue
+            try:
+                ids = self.template.encode_prompt(prompt.conversation)
+            except DataError as error:
+                refused[index] = str(error)
+                continue
+            if limit is not None and len(ids) + prompt.max_new_tokens > limit:
+                refused[index] = (
+                    f"{len(ids):,} prompt tokens and {prompt.max_new_tokens:,} for the answer exceed the model's "
+                    f"{limit:,} positions; lower --max-new-tokens"
+                )
+            else:
+                encoded[index] = ids
+        return encoded, refused
+
+    def continue_tokens(self, encoded: list[list[int]], seeds: list[int], max_new_tokens: int) -> list[AnswerTokens]:
+        """Continue a batch of prompts; without its stop token, a continuation was cut off.
+
+        Args:
+            encoded: Token ids of each prompt.
+            seeds: Seed of each continuation, for temperatures above 0.
+            max_new_tokens: Limit of tokens.
+
+        Returns:
+            The ids with their log-probabilities; without these unless the engine keeps tokens.
+        """
+        from transformers import LogitsProcessorList
+
+        record = ChosenLogprobs() if self._keeps_tokens else None
+        processors: list[Any] = [record] if record is not None else []
+        if self.sampling.temperature > 0:
+            processors.append(GumbelNoise(self.sampling.temperature, seeds))
+        generated = self.generate(encoded, max_new_tokens, logits_processor=LogitsProcessorList(processors))
+        logprobs = record.finish(generated).tolist() if record is not None else [()] * len(encoded)
+        continued = []
+        for prompt, row, row_logprobs in zip(encoded, generated.tolist(), logprobs, strict=True):
+            end = next((i + 1 for i, token in enumerate(row) if token in self.stop_ids), len(row))
+            continued.append(AnswerTokens(tuple(prompt), tuple(row[:end]), tuple(row_logprobs[:end])))
+        return continued
+
+    def _seed(self, prompt: Prompt) -> int:
+        if prompt.seed is not None:
+            return prompt.seed
+        text = f"{self.sampling.seed} {prompt.conversation.digest()}" + (f" {prompt.sample}" if prompt.sample else "")
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+
+
+class GumbelNoise:
+    """Logits processor that turns greedy search into sampling by the Gumbel-max trick.
+
+    The most likely token after Gumbel noise is a sample from the softmax (C. J. Maddison, D. Tarlow, T. Minka, A*
+    Sampling, NeurIPS 2014, section 2). Each row has its own generator; ``torch.multinomial`` would share one across the
+    batch.
+    """
+
+    def __init__(self, temperature: float, seeds: list[int]):
+        self._temperature = temperature
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Return the scaled logits ``[b, vocabulary]`` with noise; ``tokens`` are not used."""
+        draws = [torch.rand(logits.shape[-1], generator=g, dtype=torch.float64) for g in self._generators]
+        uniform = torch.stack(draws).clamp_min(torch.finfo(torch.float64).tiny)
+        noise = -torch.log(-torch.log(uniform))
+        return logits.double() / self._temperature + noise.to(logits.device)
+
+
+class ChosenLogprobs:
+    """Logits processor that records the log-probabilities of the tokens that are chosen, before any noise.
+
+    A step's token is known at the next step only, so one step's logits are kept and not those of all.
+    """
+
+    def __init__(self) -> None:
+        self._logits: Tensor | None = None
+        self._chosen: list[Tensor] = []
+
+    def __call__(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Return the logits ``[b, vocabulary]`` unchanged; ``tokens`` ``[b, s]`` end with the previous choice."""
+        if self._logits is not None:
+            self._take(tokens[:, -1])
+        self._logits = logits
+        return logits
+
+    def finish(self, generated: Tensor) -> Tensor:
+        """Return the log-probabilities ``[b, s]`` of the generated tokens ``[b, s]``."""
+        self._take(generated[:, -1])
+        return torch.stack(self._chosen, dim=1)
+
+    def _take(self, chosen: Tensor) -> None:
+        assert self._logits is not None
+        logprobs = self._logits.float().log_softmax(-1)
+        self._chosen.append(logprobs.gather(1, chosen[:, None]).squeeze(1))
+
+
+def _load_model(model_dir: Path, adapter_dir: Path | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="auto"
+        )
+        if adapter_dir is not None:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, str(adapter_dir)).merge_and_unload()
+    except Exception as error:  # broken files make the libraries raise all kinds
+        reason = " ".join(str(error).split())[:300]
+        where = f"{model_dir} with {adapter_dir}" if adapter_dir else str(model_dir)
+        raise CheckpointError(
+            f"{where}: cannot be loaded ({type(error).__name__}: {reason}). Download or export it again."
+        ) from None
+    return model.eval()

@@ -1,0 +1,311 @@
+"""Rollouts: a policy's episodes, token by token, with their rewards.
+
+A ``TaskSet`` plays requests with a ``PolicyEngine`` and rewards the episodes; training learns from the resulting
+``Rollout``. Tokens are never decoded and encoded again on the way: the sampled tokens are trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from fctune.base.errors import ConfigError, DataError
+from fctune.calls.formats.registry import detect_format
+from fctune.checkpoint.fault_hooks import fire
+from fctune.config.intervals import choose_noun, format_count
+from fctune.data.chat_template import ChatTemplate
+from fctune.engines.engine import Engine
+from fctune.tasks.episode import Episode, EpisodeLimits, EpisodeRunner, EpisodeTokens
+from fctune.tasks.judge import judge_episode
+from fctune.tasks.rewards import BINARY, CONTROL, REWARD_PARTS, check_reward, score_answer, toss_coin, weigh_parts
+from fctune.tasks.suite import Suite
+from fctune.tasks.task import Task, TaskError
+
+# Failing tasks in a row after which the cause must be systematic, so that more tasks will not help. A single task,
+# such as one whose prompt is too long, fails as many times as its group has answers.
+_MAX_FAILING = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request for one answer to a task: ``sample`` numbers the task's answers, ``seed`` determines its tokens."""
+
+    case_id: str
+    sample: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One answer to a task, from the prompt to the end of its last turn.
+
+    Attributes:
+        case_id: Id of the task.
+        sample: Number of the answer among those to the same task in a step.
+        category: Category of the task.
+        version: Oldest version of the policy that wrote a turn.
+        prompt_ids: Token ids of the prompt.
+        ids: Token ids after the prompt: the generated ones, including the stop token of each turn, and between turns
+            those that the chat template adds, such as a tool's result.
+        is_generated: True for each id that the policy generated; only these are trained.
+        logprobs: Log-probability of each id under the policy that generated it, before the temperature is applied; 0
+            for ids that were not generated.
+        is_cut: True if the token limit ended the answer.
+        reward: Weighted sum of the parts.
+        parts: Parts of the reward, each from 0 to 1.
+        text: The generated text, for display.
+        error: Why there is no answer; ids are empty then.
+        judging_s: Seconds that judging took; not compared.
+        rejected: Kinds of unusable answers that a server sent to its requests (``server_answers``). After each the
+            request was sent again, a bounded number of times; after the last, ``error`` is set.
+    """
+
+    case_id: str
+    sample: int
+    category: str
+    version: int
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    is_generated: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    is_cut: bool = False
+    reward: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    text: str = ""
+    error: str | None = None
+    judging_s: float = field(default=0.0, compare=False)
+    rejected: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) == len(self.is_generated) == len(self.logprobs), "one flag and one logprob for each id"
+
+    @property
+    def num_generated(self) -> int:
+        """Number of generated ids, which are trained."""
+        return sum(self.is_generated)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the rollout as plain values, which ``from_json`` reads back."""
+        row = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        for name in ("prompt_ids", "ids", "logprobs", "rejected"):
+            row[name] = list(row[name])
+        return row | {"is_generated": [int(one) for one in self.is_generated], "parts": dict(self.parts)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Rollout:
+        """Return the rollout from the plain values of ``to_json``; other keys are ignored."""
+        values = {one.name: row[one.name] for one in dataclasses.fields(cls) if one.name != "rejected"}
+        values["rejected"] = row.get("rejected", ())  # which earlier checkpoints lack
+        for name in ("prompt_ids", "ids", "logprobs", "rejected"):
+            values[name] = tuple(values[name])
+        return cls(**values | {"is_generated": tuple(map(bool, values["is_generated"]))})
+
+
+class TaskSet(Protocol):
+    """Tasks for a policy and the rewards of its episodes."""
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Ids of the tasks, in an order that does not change."""
+
+    def digest(self) -> str:
+        """Return a hex digest of everything that prompts and rewards depend on."""
+
+    def play(self, engine: Engine, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Yield the rewarded rollout of each request, in the order of completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """How tasks are asked and rewarded.
+
+    Attributes:
+        template: Chat template and tokenizer of the policy, which writes calls in the template's format.
+        limits: Where episodes end.
+        weights: Weight of each part of the reward; None: the default of the tasks.
+        section: Config section of the settings, for messages.
+    """
+
+    template: ChatTemplate
+    limits: EpisodeLimits
+    weights: Mapping[str, float] | None = None
+    section: str = "grpo"
+
+
+class EpisodeTasks(ABC):
+    """A ``TaskSet`` whose episodes are run and rewarded here; subclasses open tasks and score their ends.
+
+    Raises:
+        ConfigError: A part of the reward does not exist, or the template's call format is unknown.
+    """
+
+    parts: ClassVar[Mapping[str, str]]
+    """Parts of the reward besides the control, each with its meaning."""
+    default_weights: ClassVar[Mapping[str, float]]
+    reward_name: ClassVar[str] = "this reward"
+    max_failing: ClassVar[int | None] = _MAX_FAILING
+    """Failing tasks in a row that end the run; None: failures are left to whoever asks."""
+
+    def __init__(self, settings: RolloutSettings):
+        weights = self.default_weights if settings.weights is None else settings.weights
+        check_reward(weights, f"{settings.section}.reward", {**self.parts, **CONTROL}, self.reward_name)
+        self._template, self._limits, self._weights = settings.template, settings.limits, dict(weights)
+        self._call_format = detect_format(settings.template.source)
+        self._failing: set[str] = set()  # tasks of the failures since the last rollout
+
+    @property
+    @abstractmethod
+    def ids(self) -> Sequence[str]:
+        """Ids of the tasks, in an order that does not change."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return a hex digest of everything that prompts and rewards depend on."""
+
+    @abstractmethod
+    def open(self, task_id: str) -> Task:
+        """Return a task."""
+
+    @abstractmethod
+    def score(self, episode: Episode) -> Mapping[str, float]:
+        """Return the parts of the reward of an episode, each from 0 to 1.
+
+        Raises:
+            TaskError: The episode cannot be judged.
+        """
+
+    def begin(self, request: Request) -> Episode:
+        """Return the episode of a request, before its first answer."""
+        return Episode(self.open(request.case_id), request.sample, request.seed)
+
+    def play(self, engine: Engine, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Yield the rewarded rollout of each request, in the order in which episodes end.
+
+        A task that fails, or a template that cannot continue, ends its episode with an error.
+
+        Raises:
+            ConfigError: Many tasks in a row failed.
+        """
+        runner = EpisodeRunner(engine, self._call_format, self._limits, template=self._template, acts_on="strict")
+        for episode in runner.run(map(self.begin, requests)):
+            rollout = self._reward(episode)
+            self._check_failing(rollout)
+            yield rollout
+
+    def close(self) -> None:  # noqa: B027 most tasks hold nothing
+        """Release what the tasks hold."""
+
+    def _reward(self, episode: Episode) -> Rollout:
+        fire("judge", episode.task.id)
+        start = time.perf_counter()
+        parts: Mapping[str, float] = {}
+        if episode.error is None:
+            try:
+                control = toss_coin(episode.task.id, "\n".join(episode.transcript))
+                parts = {**self.score(episode), "random": control}
+            except TaskError as error:
+                episode.fail(str(error))
+        tokens, reason = episode.tokens, episode.error
+        if reason is not None or tokens is None:
+            reason = " ".join((reason or "").split())[:400]
+            tokens, parts = EpisodeTokens(()), {}
+        return Rollout(
+            episode.task.id,
+            episode.sample,
+            episode.task.category,
+            episode.version,
+            tokens.prompt_ids,
+            tuple(tokens.ids),
+            tuple(tokens.is_generated),
+            tuple(tokens.logprobs),
+            episode.is_cut and reason is None,
+            weigh_parts(parts, self._weights) if parts else 0.0,
+            parts,
+            "\n".join(episode.transcript) if reason is None else "",
+            reason,
+            judging_s=time.perf_counter() - start,
+            rejected=episode.rejected,
+        )
+
+    def _check_failing(self, rollout: Rollout) -> None:
+        if rollout.error is None:
+            self._failing.clear()
+        else:
+            self._failing.add(rollout.case_id)
+        if self.max_failing is not None and len(self._failing) >= self.max_failing:
+            raise ConfigError(
+                f"all dialogues of {len(self._failing)} tasks in a row failed, the last one, {rollout.case_id}, with: "
+                f"{rollout.error}. Fix the cause and run the same command again to resume."
+            )
+
+
+class CaseTasks(EpisodeTasks):
+    """The single-turn cases of a suite: one answer each, rewarded by the verdict on its calls.
+
+    Raises:
+        ConfigError: A part of the reward does not exist, or a prompt leaves no room for an answer.
+        DataError: The suite has no single-turn case, or the chat template refuses one.
+    """
+
+    parts = REWARD_PARTS
+    default_weights = BINARY
+    reward_name = "a reward"
+    max_failing = None
+
+    def __init__(self, suite: Suite, settings: RolloutSettings):
+        super().__init__(settings)
+        template, where = settings.template, settings.section
+        max_new_tokens, max_tokens = settings.limits.max_new_tokens, settings.limits.max_tokens
+        if not suite.cases:
+            raise DataError(
+                f"{suite.name}: has no single-turn cases. Make some with fctune data cases ROWS --out FILE."
+            )
+        self._cases = {case.id: case for case in suite.cases}
+        self._prompts = {case.id: tuple(template.encode_prompt(case.prompt)) for case in suite.cases}
+        longest = max(self._prompts, key=lambda case_id: len(self._prompts[case_id]))
+        if (num_tokens := len(self._prompts[longest])) + max_new_tokens > max_tokens:
+            num_long = sum(len(ids) + max_new_tokens > max_tokens for ids in self._prompts.values())
+            raise ConfigError(
+                f"{where}.cases: {num_long:,} of {format_count(len(self._prompts), 'case')} "
+                f"{choose_noun(num_long, 'leaves', 'leave')} no room for an answer, such as {longest} "
+                f"with {num_tokens:,} tokens and {where}.max_new_tokens={max_new_tokens:,} in "
+                f"data.seq_len={max_tokens:,}. Raise data.seq_len, lower {where}.max_new_tokens, or remove these cases."
+            )
+        described = [suite.digest(), self._call_format.name, max_new_tokens, sorted(self._weights.items())]
+        self._digest = hashlib.blake2b(
+            json.dumps([described, sorted(self._prompts.items())]).encode("utf-8", "surrogatepass"), digest_size=8
+        ).hexdigest()
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Ids of the cases."""
+        return list(self._cases)
+
+    @property
+    def categories(self) -> Mapping[str, str]:
+        """Category of each case, by its id."""
+        return {case.id: case.category for case in self._cases.values()}
+
+    def digest(self) -> str:
+        """Return a hex digest of the cases, their prompts' tokens and the reward."""
+        return self._digest
+
+    def open(self, task_id: str) -> Task:
+        """Return a case."""
+        return self._cases[task_id]
+
+    def begin(self, request: Request) -> Episode:
+        """Return the episode of a request, with the case's prompt as token ids."""
+        episode = super().begin(request)
+        episode.tokens = EpisodeTokens(self._prompts[request.case_id])
+        return episode
+
+    def score(self, episode: Episode) -> Mapping[str, float]:
+        """Return the parts of the verdict."""
+        return score_answer(judge_episode(episode), self._limits.max_new_tokens)
