@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from fctune.apps.acceptance.config import load_acceptance
-from fctune.apps.acceptance.output import ProgressPrinter
 from fctune.apps.acceptance.run import Acceptance
+from fctune.apps.acceptance.table import ProgressPrinter
 from fctune.base.distributed import read_launcher_environment
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.training.entry import read_command_line
