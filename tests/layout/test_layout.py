@@ -135,7 +135,7 @@ def test_planted_imports_are_found(tmp_path: Path) -> None:
         (tmp_path / "fctune" / name).parent.mkdir(parents=True)
         (tmp_path / "fctune" / name).write_text(text)
     assert find_forbidden_imports(tmp_path) == [
-        "fctune/apps/plan/table.py imports fctune.pages.page, which is another app's",
+        "fctune/apps/plan/table.py imports fctune.apps.report.page, which is another app's",
         "fctune/data/loader.py imports fctune.training.loop, which is in a higher tier",
     ]
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
