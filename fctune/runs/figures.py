@@ -8,9 +8,9 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fctune.apps.plan.prices import CURRENCY, NETWORK_GIB, Cost, Price, Prices, compute_cost, read_prices
 from fctune.base.gpus import GPUS
 from fctune.runs.leftovers import count_bytes
+from fctune.runs.prices import CURRENCY, NETWORK_GIB, Cost, Price, Prices, compute_cost, read_prices
 from fctune.runs.record import MetricsFile, RunRecord, RunSegment
 
 _STALL = 3.0  # a step stalled if it took more than this many times the median

@@ -16,8 +16,6 @@ from typing import Any
 from rich.console import Console
 from torch._functorch import config as functorch
 
-from fctune.apps.plan.memory import MemoryModel
-from fctune.apps.plan.storage import plan_storage
 from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError, DataError
@@ -63,7 +61,9 @@ from fctune.parallel.layout import (
     choose_parallel_layout,
     suggest_smaller_weights,
 )
+from fctune.parallel.memory import MemoryModel
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
+from fctune.parallel.storage import plan_storage
 from fctune.runs.device import compute_capability, describe_device, total_memory
 from fctune.runs.directory import RunDirectory
 from fctune.runs.metrics import GIB, active_memory_gib

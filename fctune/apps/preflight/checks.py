@@ -16,16 +16,16 @@ from typing import Any, Literal
 
 import torch
 
-from fctune.apps.plan.data_size import find_run_length
-from fctune.apps.plan.memory import MemoryModel
-from fctune.apps.plan.models import find_architecture, shape_model
-from fctune.apps.plan.storage import plan_storage
 from fctune.base.errors import ConfigError, DataError
 from fctune.base.files import format_bytes
 from fctune.base.network import find_interface
 from fctune.base.processes import run_command
 from fctune.config.run_length import find_length_warnings
 from fctune.config.schema import RunConfig
+from fctune.data.data_size import find_run_length
+from fctune.models.planned_model import find_architecture, shape_model
+from fctune.parallel.memory import MemoryModel
+from fctune.parallel.storage import plan_storage
 from fctune.runs.device import read_device
 from fctune.runs.directory import installed_versions
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from fctune.apps.plan.prices import Price, Prices, read_prices
 from fctune.apps.report.run_page import write_run_html
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.success import SuccessConfig
 from fctune.runs.alerts import Alert
 from fctune.runs.directory import RunDirectory
 from fctune.runs.figures import Pricing
+from fctune.runs.prices import Price, Prices, read_prices
 from fctune.runs.record import read_run
 from fctune.runs.sinks import AlertMonitor
 from fctune.runs.success import judge_run

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from fctune.apps.plan.data_size import find_prepared
-from fctune.apps.plan.memory_timeline import Setting
 from fctune.base.errors import ConfigError
-from fctune.base.gpus import GPUS, Gpu
 from fctune.config.cache import prepared_root
 from fctune.config.schema import RunConfig
 from fctune.config.sections.model import ModelSource
+from fctune.data.data_size import find_prepared
 from fctune.models.added_tokens import count_vocabulary, find_extended_path
 from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel
@@ -26,8 +23,6 @@ from fctune.models.sources import find_public_config, parse_architecture, read_a
 from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
 from fctune.models.token_rows import train_tokens_
 from fctune.models.untrained_tokens import Candidates
-from fctune.parallel.expert_parallel import check_expert_parallelism
-from fctune.parallel.layout import check_layout
 
 
 def find_architecture(
@@ -147,53 +142,3 @@ def find_planned_tokens(config: RunConfig, architecture: Architecture, model_dir
     prepared = None if isinstance(adapter.train_tokens, list) else find_prepared(config, model_dir)
     candidates = Candidates() if prepared is None else find_candidates(prepared[0], model_dir)
     return choose_tokens(adapter, model_dir, architecture, candidates, added)
-
-
-def check_run(config: RunConfig, gpu: Gpu) -> None:
-    """Check that a GPU supports the precision of a run; a GPU described by options is assumed to.
-
-    Raises:
-        ConfigError: The run needs float8 matrix products and the GPU has none.
-    """
-    precision = choose_precision(config.precision, config.adapter is not None, "cuda")
-    is_base = config.adapter is not None and config.adapter.base == "float8"
-    known = GPUS.get(gpu.name)
-    if known is not None and known.fp8_tflops is None and (precision.has_float8_matmuls or is_base):
-        key = "adapter.base=float8" if is_base else f"precision={config.precision}"
-        raise ConfigError(
-            f"{key}: --gpu {gpu.name} has no float8 matrix products, so the run would not start. Use bf16, or "
-            f"one of these GPUs: {', '.join(name for name, one in GPUS.items() if one.fp8_tflops is not None)}."
-        )
-
-
-def is_valid_layout(config: RunConfig, model: CausalLM, setting: Setting) -> bool:
-    """Return True if the config accepts the layout of a setting, and a run can start with it."""
-    changed = list_overrides(config, setting)
-    names = {key.removeprefix("parallel."): value for key, value in changed.items() if key.startswith("parallel.")}
-    problems: list[str] = []
-    replace(config.parallel, **names).check("parallel", problems)
-    try:
-        check_layout(config, model, setting.mode, setting.shard)
-        check_expert_parallelism(model, config.parallel.expert, setting.world_size)
-    except ConfigError:
-        return False
-    return not problems
-
-
-def list_overrides(config: RunConfig, setting: Setting) -> dict[str, Any]:
-    """Return the config values, by key, with which a run has a setting."""
-    values: dict[str, Any] = {"parallel.mode": "auto" if setting.mode == "none" else setting.mode}
-    if setting.mode == "hsdp":
-        values["parallel.replicate"] = setting.replicate
-    elif config.parallel.replicate is not None:
-        values["parallel.replicate"] = None
-    values["activation_checkpointing.fraction"] = setting.fraction
-    if not setting.fraction and config.activation_checkpointing.offload:
-        values["activation_checkpointing.offload"] = False
-    return values | {"micro_batch_size": setting.micro_batch_size}
-
-
-def format_overrides(values: Mapping[str, Any]) -> str:
-    """Return config values as arguments of the command line."""
-    texts = {key: f"{value:g}" if isinstance(value, float) else value for key, value in values.items()}
-    return " ".join(f"{key}={text if isinstance(text, str) else json.dumps(text)}" for key, text in texts.items())

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fctune.apps.plan.plan_request import PlanRequest
-from fctune.apps.plan.prices import LIST_PRICES, Price, Prices, compute_cost, read_prices
 from fctune.base.errors import ConfigError
 from fctune.base.gpus import GPUS
-from tests.conftest import ROOT
+from fctune.runs.prices import LIST_PRICES, Price, Prices, compute_cost, read_prices
 
 
 def test_every_list_price_has_a_date_and_a_source() -> None:
@@ -62,12 +60,3 @@ def test_a_wrong_price_is_named(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"prices\.yaml") as caught:
         read_prices(tmp_path / "prices.yaml")
     assert words in str(caught.value)
-
-
-def test_the_planned_disks_are_those_of_the_tasks() -> None:
-    request = PlanRequest(gpu=GPUS["h100"])
-    shared = yaml.safe_load((ROOT / "sky" / "volumes" / "shared.yaml").read_text())
-    task = yaml.safe_load((ROOT / "sky" / "finetune.yaml").read_text())
-    (disk,) = task["config"]["kubernetes"]["pod_config"]["spec"]["volumes"]
-    network = disk["ephemeral"]["volumeClaimTemplate"]["spec"]["resources"]["requests"]["storage"]
-    assert (shared["size"], network) == (f"{request.shared_gib:.0f}Gi", f"{request.network_gib:.0f}Gi")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from fctune.apps.plan.data_size import DataSize
-from fctune.apps.plan.memory import MemoryModel
-from fctune.apps.plan.parameters import optimizer_state_bytes
 from fctune.config.intervals import parse_interval
 from fctune.config.schema import RunConfig
+from fctune.data.data_size import DataSize
+from fctune.parallel.memory import MemoryModel, optimizer_state_bytes
 
 HOST_GB_S = 25  # rate of a GPU's copies to pinned memory over PCIe while all GPUs of the node copy
 
@@ -43,10 +42,6 @@ class Storage:
     def hours(self, num_steps: int | None, step_s: float) -> float | None:
         """Return the hours of ``num_steps`` with the expected saves and failures at the best interval."""
         return None if num_steps is None else num_steps * step_s / 3600 / (1 - min(MAX_LOST_SHARE, self.lost_share))
-
-    def to_json(self) -> dict[str, float | None]:
-        """Return the figures as plain values."""
-        return asdict(self) | {"total_bytes": self.total_bytes}
 
 
 def plan_storage(

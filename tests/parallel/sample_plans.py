@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fctune.apps.plan.memory import MemoryModel
-from fctune.apps.plan.memory_timeline import Setting
-from fctune.apps.plan.models import find_architecture, shape_model
-from fctune.apps.plan.speed import count_flops, estimate_step_time
 from fctune.base.gpus import Gpu
 from fctune.config.loading import parse_config
 from fctune.config.schema import RunConfig
+from fctune.models.planned_model import find_architecture, shape_model
+from fctune.parallel.memory import MemoryModel, Setting
+from fctune.parallel.speed import count_flops, estimate_step_time
 
 GIB = 1024**3
 LLAMA = "hf:meta-llama/Llama-3.1-8B"

@@ -11,17 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
-from fctune.apps.plan.blocks import find_adapted, find_adapter_inputs
-from fctune.apps.plan.memory import MemoryModel
-from fctune.apps.plan.memory_timeline import Setting
-from fctune.apps.plan.storage import HOST_GB_S
 from fctune.base.gpus import Gpu
 from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import Architecture, Block
 from fctune.models.frozen_linear import NF4_BYTES_PER_WEIGHT
+from fctune.parallel.block_memory import find_adapted, find_adapter_inputs
+from fctune.parallel.memory import MemoryModel, Setting
+from fctune.parallel.storage import HOST_GB_S
 
 # Shares of the peak rate of products, attention and the head; of the memory's rate for adapters' thin products, which
 # find a part of their input in the cache, and for other kernels. Float8 products are taken to reach the same share of
@@ -42,7 +41,7 @@ _ROUNDING_BY_TENSOR, _ROUNDING_BY_ROW = 5.0, 2.1
 
 # Time that a run takes, as shares of the planned time. For a compiled run on one H100: the largest error of the rows
 # measured there (docs/plan.md). Otherwise nothing of ours was measured; published runs of other trainers on up to 128
-# GPUs took up to this much longer than a plan of ours (tests/apps/plan/test_plan.py).
+# GPUs took up to this much longer than a plan of ours (tests/parallel/test_published_runs.py).
 MEASURED_RANGE, UNMEASURED_RANGE = (0.95, 1.05), (0.95, 1.4)
 
 # Speed of a GPU among so many, as a share of that in one node: MPT-7B under FSDP on H100s
@@ -124,10 +123,6 @@ class KernelTimes:
         """Positions per second of one GPU, padding included."""
         return 1e6 / self.total
 
-    def to_json(self) -> dict[str, float]:
-        """Return the times by name, with their total."""
-        return asdict(self) | {"total": self.total}
-
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -147,10 +142,6 @@ class StepTime:
     def total_s(self) -> float:
         """Seconds of the step: computation, memory traffic, exposed communication, the update and stragglers."""
         return self.compute_s + self.memory_traffic_s + self.exposed_s + self.update_s + self.stragglers_s
-
-    def to_json(self) -> dict[str, float]:
-        """Return the times and sizes as plain values."""
-        return asdict(self) | {"total_s": self.total_s}
 
 
 def count_flops(
@@ -206,7 +197,7 @@ def count_flops(
     trains_head = adapter is None
     head_cost = 2 + 2 + 2 * trains_head
     reference = 0.0
-    if has_reference(memory):
+    if memory.has_reference:
         reference, head_cost = 2 * base + 4 * pair, head_cost + 2
     head_adapter = 0
     if adapter is not None and a.head in a.resolve_adapter_modules(adapter.modules):
@@ -457,12 +448,6 @@ def _share_among(num_gpus: int) -> float:
     return _SHARE_BY_GPUS[numbers[-1]]
 
 
-def has_reference(memory: MemoryModel) -> bool:
-    """Return True if a step runs the frozen base too, to compare the policy with it."""
-    preference = memory.config.preference
-    return preference is not None and preference.needs_reference
-
-
 def count_communication(memory: MemoryModel, setting: Setting, micro_batches: int) -> tuple[float, float, float]:
     """Return the unsharded bytes that one rank gathers, reduce-scatters and all-reduces over replicas in a step.
 
@@ -470,14 +455,14 @@ def count_communication(memory: MemoryModel, setting: Setting, micro_batches: in
     unsharded (ZeRO stage 3, https://arxiv.org/abs/1910.02054). Gradients are reduced once per step if their unsharded
     form fits, else once per micro-batch.
     """
-    trained = memory.reduction_bytes(memory.all)
+    trained = memory.all.reduction_bytes
     times = 1 if memory.keeps_unsharded_gradients else micro_batches
     gathered = scattered = 0.0
     if setting.shard > 1:
         passes = 2 if memory.config.parallel.reshard_after_forward else 1
-        passes += has_reference(memory) and memory.config.parallel.reshard_after_forward
-        blocks = sum(memory.unsharded_bytes(block) for block in memory.blocks)
-        gathered = micro_batches * (passes * blocks + memory.unsharded_bytes(memory.root))
+        passes += memory.has_reference and memory.config.parallel.reshard_after_forward
+        blocks = sum(block.unsharded_bytes for block in memory.blocks)
+        gathered = micro_batches * (passes * blocks + memory.root.unsharded_bytes)
         scattered = times * trained
     summed = trained / setting.shard if setting.replicate > 1 else 0.0
     return gathered, scattered, summed

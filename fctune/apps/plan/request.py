@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fctune.apps.plan.prices import NETWORK_GIB, Prices
-from fctune.apps.plan.startup import DOWNLOAD_GB_S
 from fctune.base.errors import ConfigProblems
 from fctune.base.gpus import Gpu
+from fctune.runs.prices import NETWORK_GIB, Prices
+
+# Gigabytes per second from the hub and the registry to a node. An assumption; ``--download-gb-s``.
+DOWNLOAD_GB_S = 0.25
 
 # Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100s (https://arxiv.org/abs/2407.21783).
 FAILURES_PER_GPU_DAY = 419 / 54 / 16_384
@@ -44,34 +47,31 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         problems = ConfigProblems()
-        for option, number in (("--nodes", self.nodes), ("--gpus-per-node", self.gpus_per_node)):
-            if number < 1:
-                problems.add(f"{option} {number}: expected 1 or more.")
-        if self.server_gpus is not None and self.server_gpus < 1:
-            problems.add(f"--server-gpus {self.server_gpus}: expected 1 or more.")
-        if self.efficiency is not None and not 0 < self.efficiency <= 1:
-            problems.add(f"--efficiency {self.efficiency:g}: expected more than 0 and at most 1.")
-        if self.price is not None and not (self.price >= 0 and math.isfinite(self.price)):
-            problems.add(f"--price {self.price:g}: expected a finite number, 0 or more.")
-        above_0 = {
-            "--disk-gb-s": self.disk_gb_s,
-            "--download-gb-s": self.download_gb_s,
-            "--deadline-hours": 1.0 if self.deadline_hours is None else self.deadline_hours,
-        }
-        for option, value in above_0.items():
-            if not (value > 0 and math.isfinite(value)):
-                problems.add(f"{option} {value:g}: expected a finite number greater than 0.")
+
+        def check(option: str, value: float | None, is_valid: Callable[[float], bool], expected: str) -> None:
+            if value is not None and not is_valid(value):
+                shown = f"{value:g}" if isinstance(value, float) else value
+                problems.add(f"{option} {shown}: expected {expected}.")
+
+        def is_positive(value: float) -> bool:
+            return value > 0 and math.isfinite(value)
+
+        def is_size(value: float) -> bool:
+            return value >= 0 and math.isfinite(value)
+
+        counts = {"nodes": self.nodes, "gpus-per-node": self.gpus_per_node, "server-gpus": self.server_gpus}
+        for name, count in counts.items():
+            check(f"--{name}", count, lambda value: value >= 1, "1 or more")
+        check("--efficiency", self.efficiency, lambda value: 0 < value <= 1, "more than 0 and at most 1")
+        check("--price", self.price, is_size, "a finite number, 0 or more")
+        check("--disk-gb-s", self.disk_gb_s, is_positive, "a finite number greater than 0")
+        check("--download-gb-s", self.download_gb_s, is_positive, "a finite number greater than 0")
+        check("--deadline-hours", self.deadline_hours, is_positive, "a finite number greater than 0")
         if self.deadline_hours is not None and not self.is_searching:
             problems.add("--deadline-hours: only --search chooses a number of nodes; add --search.")
-        if not (self.failures_per_gpu_day >= 0 and math.isfinite(self.failures_per_gpu_day)):
-            problems.add(f"--failures-per-gpu-day {self.failures_per_gpu_day:g}: expected 0 or more.")
-        sizes = {
-            "--shared-gib": self.shared_gib,
-            "--network-gib": self.network_gib,
-            "--egress-gib": self.egress_gib or 0.0,
-            "--startup-min": self.startup_min or 0.0,
-        }
-        for option, size in sizes.items():
-            if not (size >= 0 and math.isfinite(size)):
-                problems.add(f"{option} {size:g}: expected 0 or more.")
+        check("--failures-per-gpu-day", self.failures_per_gpu_day, is_size, "0 or more")
+        check("--shared-gib", self.shared_gib, is_size, "0 or more")
+        check("--network-gib", self.network_gib, is_size, "0 or more")
+        check("--egress-gib", self.egress_gib, is_size, "0 or more")
+        check("--startup-min", self.startup_min, is_size, "0 or more")
         problems.raise_all()

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from fctune.apps.plan.data_size import measure_data
 from fctune.base.errors import DataError
 from fctune.config.cache import prepared_root
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
+from fctune.data.data_size import measure_data
 from fctune.data.fingerprint import fingerprint_inputs
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import prepare

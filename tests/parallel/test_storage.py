@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from fctune.apps.plan.plan import make_plan
-from fctune.apps.plan.plan_request import PlanRequest
-from fctune.apps.plan.storage import Storage, plan_storage
-from fctune.base.gpus import find_gpu
 from fctune.checkpoint.store import CheckpointStore, Kind
-from tests.apps.plan.sample_plans import LLAMA, make_config, make_memory
+from fctune.parallel.storage import Storage, optimal_save_interval, plan_storage
+from tests.parallel.sample_plans import LLAMA, make_config, make_memory
 
 
 def count_most_on_disk(root: Path, num_steps: int, every: int, elastic_every: int, keep: int, nth: int | None) -> int:
@@ -71,28 +69,8 @@ def test_training_waits_for_the_copy_of_its_own_shard() -> None:
     assert full.best_interval_s == pytest.approx(8**0.5 * eighth.best_interval_s, rel=0.01)
 
 
-def test_hours_in_the_search_include_saves_and_failures() -> None:
-    config = make_config(LLAMA, 2048, adapter={"rank": 8}, compile=True, parallel={"mode": "ddp"})
-    request = PlanRequest(
-        find_gpu("h100"), 1, 8, rows=100_000, mean_tokens=500, failures_per_gpu_day=50.0, is_searching=True
-    )
-    plan = make_plan(config, request)
-    best = plan.scaling[0].best
-    assert best is not None
-    assert (best.setting.mode, best.setting.replicate) == ("ddp", 8)
-    assert plan.storage.lost_share > 0.01
-    assert plan.num_steps is not None
-    without = plan.num_steps * best.time.total_s / 3600
-    started = plan.startup.total_s / 3600
-    assert plan.scaling[0].hours == pytest.approx(started + without / (1 - plan.storage.lost_share))
-
-
-def test_a_run_that_loses_most_of_its_time_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    from fctune.cli import main
-    from tests.conftest import ROOT
-
-    config = str(ROOT / "configs" / "llama3_1_8b_full.yaml")
-    assert main(["plan", "--config", config, "--nodes", "2", "--failures-per-gpu-day", "100"]) == 0
-    assert "the run hardly advances" in capsys.readouterr().out
-    assert main(["plan", "--config", config, "--nodes", "2"]) == 0
-    assert "the run hardly advances" not in capsys.readouterr().out
+def test_the_save_interval_follows_young_and_daly() -> None:
+    assert optimal_save_interval(10, 86_400) == pytest.approx(math.sqrt(2 * 10 * 86_400), rel=0.01)
+    assert optimal_save_interval(300, 100) == 100
+    lost = {w: 20 / w + w / 2 / 40_000 for w in range(100, 5000)}
+    assert optimal_save_interval(20, 40_000) == pytest.approx(min(lost, key=lambda w: lost[w]), rel=0.03)

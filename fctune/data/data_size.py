@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,10 +44,6 @@ class DataSize:
         """Share of the computed positions that are padding."""
         return 1 - self.tokens / self.slots
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the counts as plain values."""
-        return asdict(self) | {"padding_share": self.padding_share}
-
 
 def measure_data(
     config: RunConfig, model_dir: Path | None, rows: int | None, mean_tokens: float | None, world_size: int = 1
@@ -75,11 +70,9 @@ def measure_data(
     return None if found is None else _count_prepared(config, *found, world_size)
 
 
-def count_steps(config: RunConfig, rows: DataSize | None) -> int | None:
-    """Return the optimizer steps of the run; without a known data size, the config's ``max_steps``."""
-    if rows is None:
-        return config.max_steps
-    steps = config.epochs * math.ceil(rows.packs / config.global_batch_size)
+def count_steps(config: RunConfig, packs: int) -> int:
+    """Return the optimizer steps of a run whose training split has so many packs."""
+    steps = config.epochs * math.ceil(packs / config.global_batch_size)
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
@@ -99,9 +92,7 @@ def find_run_length(config: RunConfig) -> RunLength | None:
         packs, has_validation = max(1, config.data.max_samples * len(config.data.sources)), True
     else:
         return None
-    steps = config.epochs * math.ceil(packs / config.global_batch_size)
-    steps = steps if config.max_steps is None else min(steps, config.max_steps)
-    return RunLength(steps, packs, is_upper_bound=found is None, has_validation=has_validation)
+    return RunLength(count_steps(config, packs), packs, is_upper_bound=found is None, has_validation=has_validation)
 
 
 def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSet, str] | None:
