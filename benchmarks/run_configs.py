@@ -95,7 +95,7 @@ INDUCTOR = {
 LONGEST = ("qwen2_5_72b_full", "qwen3_5_4b_lora", "gemma4_e4b_lora", "llama3_1_8b_grpo", "qwen3_30b_a3b_lora")
 # What all runs import.
 WARM_MODULES = (
-    *("fctune.cli", "fctune.apps.launch.local_launcher", "torch.distributed.launcher.api", "fctune.training.entry"),
+    *("fctune.cli", "fctune.training.launcher", "torch.distributed.launcher.api", "fctune.training.entry"),
     *(
         "fctune.training.adapters",
         "fctune.training.preference",
