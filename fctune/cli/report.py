@@ -60,8 +60,8 @@ def _report(arguments: argparse.Namespace) -> int:
     from fctune.runs.figures import Pricing
     from fctune.runs.prices import read_prices
     from fctune.runs.record import read_run
-    from fctune.runs.results import find_accuracies, pair_results
     from fctune.runs.success import format_criteria, is_success, judge_run
+    from fctune.tasks.evaluation.accuracy import find_accuracies, list_totals, pair_results
     from fctune.tasks.evaluation.published import read_published
 
     if (arguments.after or arguments.before) and len(arguments.runs) > 1:
@@ -79,7 +79,9 @@ def _report(arguments: argparse.Namespace) -> int:
     else:
         accuracies = [find_accuracies(record) for record in records]
     criteria = [
-        judge_run(record, None, found, records) if arguments.strict or record.config.get("success") is not None else []
+        judge_run(record, None, list_totals(found), records)
+        if arguments.strict or record.config.get("success") is not None
+        else []
         for record, found in zip(records, accuracies, strict=True)
     ]
     write_file(

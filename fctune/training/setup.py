@@ -64,13 +64,11 @@ from fctune.parallel.layout import (
 from fctune.parallel.memory import MemoryModel
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
 from fctune.parallel.storage import plan_storage
-from fctune.runs.alert_monitor import AlertMonitor
-from fctune.runs.background import BackgroundSink
 from fctune.runs.device import compute_capability, describe_device, total_memory
+from fctune.runs.directory import RunDirectory
 from fctune.runs.metrics import GIB, active_memory_gib
 from fctune.runs.services import PrometheusSink, TensorBoardSink, WandbSink
-from fctune.runs.sinks import ConsoleSink, JsonlSink, SinkGroup
-from fctune.training.run_directory import RunDirectory
+from fctune.runs.sinks import AlertMonitor, BackgroundSink, ConsoleSink, JsonlSink, SinkGroup
 from fctune.training.schedule import build_scheduler
 
 logger = logging.getLogger("fctune")
