@@ -2,12 +2,16 @@
 
     python benchmarks/data.py [--rows 20000] [--repeats 3] [--out benchmarks/results/data.json]
     python benchmarks/data.py --memory 1000000
+    python benchmarks/data.py --bounds [--rows 20000] [--repeats 5] [--out benchmarks/results/template_bounds.json]
 
 Each measurement is a process of its own, the three take turns, and the median of the repeats is reported. Every one
 reads a file of JSON lines, tokenises, masks and packs to 4,096 tokens, with two processes where it can use them
 (torchtune packs in one); imports and a first loading of the tokenizer are outside of the time. Rows are the synthetic
 set; torchtune 0.6.1 cannot read tool calls, so it gets the same text as plain messages. A second start is the same
 command again, with whatever the first left on disk.
+
+``--bounds`` measures what the limits on foreign chat templates cost an honest one: the same rows with a copy of the
+tiny model's template that is not recognised as ours, and with one that is, in turns.
 """
 
 from __future__ import annotations
@@ -49,6 +53,64 @@ def run_ours(folder: Path) -> dict[str, float]:
     seconds = time.perf_counter() - start
     real = prepared.counts.tokens / (prepared.num_packs("train") * SEQ_LEN)
     return {"seconds": seconds, "tokens": prepared.counts.tokens, "real_share": real}
+
+
+def run_bounded(folder: Path) -> dict[str, float]:
+    """Prepare the rows with a chat template that does not come with fctune, in processes with limits."""
+    return _run_with_template(folder, is_own=False)
+
+
+def run_unbounded(folder: Path) -> dict[str, float]:
+    """Prepare the rows with the same template, taken for one that comes with fctune."""
+    return _run_with_template(folder, is_own=True)
+
+
+def _run_with_template(folder: Path, is_own: bool) -> dict[str, float]:
+    """Return wall and CPU seconds from the start of the process, imports and the fork server's included."""
+    from fctune.config.sections.data import DataConfig, SourceConfig
+    from fctune.data import chat_template, tracing
+    from fctune.data.prepared_set import prepare
+
+    model = folder / "foreign"
+    if not model.exists():
+        shutil.copytree(TINY_BASE, model)
+        settings = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings["chat_template"] += "{# foreign #}"
+        (model / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    if is_own:
+        source = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
+        own = tracing.read_own_templates() | {source}
+        tracing.read_own_templates = chat_template.read_own_templates = lambda: own
+    config = DataConfig(sources=[SourceConfig(path=str(folder / "rows.jsonl"))], validation_share=0.0, seq_len=SEQ_LEN)
+    out = Path(tempfile.mkdtemp(dir=folder))
+    start = time.perf_counter()
+    prepared = prepare(config, model, out)
+    seconds = time.perf_counter() - start
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    shutil.rmtree(out)
+    return {
+        "seconds": seconds,
+        "cpu_seconds": sum(each.ru_utime + each.ru_stime for each in used),
+        "tokens": prepared.counts.tokens,
+    }
+
+
+def measure_bounds(num_rows: int, repeats: int) -> dict[str, Any]:
+    """Measure both in turns, and return all runs and the medians."""
+    runs: dict[str, list[dict[str, float]]] = {tool: [] for tool in BOUNDS}
+    with tempfile.TemporaryDirectory() as name:
+        write_inputs(Path(name), num_rows)
+        time.sleep(SETTLED_S)
+        for repeat in range(repeats):
+            for tool in (*BOUNDS,) if repeat % 2 else (*BOUNDS,)[::-1]:
+                runs[tool].append(measure(tool, Path(name)))
+    assert len({run["tokens"] for each in runs.values() for run in each}) == 1, "both encode the same"
+    middle = {
+        tool: {key: round(statistics.median(run[key] for run in each), 3) for key in ("seconds", "cpu_seconds")}
+        for tool, each in runs.items()
+    }
+    added = {key: middle["bounded"][key] / middle["unbounded"][key] - 1 for key in middle["bounded"]}
+    return {"rows": num_rows, "added_by_bounds": added, "medians": middle, "runs": runs}
 
 
 _MARKED_TEMPLATE = """{{- bos_token }}
@@ -124,6 +186,7 @@ def run_torchtune(folder: Path) -> dict[str, float]:
 
 
 RUNS = {"fctune": run_ours, "trl": run_trl, "torchtune": run_torchtune}
+BOUNDS = {"unbounded": run_unbounded, "bounded": run_bounded}
 
 
 def run_rank(folder: Path) -> dict[str, float]:
@@ -221,16 +284,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--memory", type=int, metavar="N", help="instead: memory of a rank with N conversations")
-    parser.add_argument("--one", choices=[*RUNS, "rank"], help=argparse.SUPPRESS)
+    parser.add_argument("--bounds", action="store_true", help="instead: the cost of the limits on chat templates")
+    parser.add_argument("--one", choices=[*RUNS, *BOUNDS, "rank"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        result = (run_rank if arguments.one == "rank" else RUNS[arguments.one])(arguments.folder)
+        result = ({"rank": run_rank} | RUNS | BOUNDS)[arguments.one](arguments.folder)
         usage = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         print(json.dumps(result | {"peak_mib": usage[0], "peak_child_mib": usage[1]}))
         return
     if arguments.memory:
         print(json.dumps(measure_memory(arguments.memory)))
+        return
+    machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    if arguments.bounds:
+        report: dict[str, Any] = measure_bounds(arguments.rows, arguments.repeats) | {"machine": machine}
+        print(json.dumps({key: report[key] for key in ("added_by_bounds", "medians")}))
+        if arguments.out:
+            arguments.out.write_text(json.dumps(report, indent=2) + "\n")
         return
     results: dict[str, list[dict[str, Any]]] = {tool: [] for tool in RUNS}
     for _ in range(arguments.repeats):
@@ -247,7 +318,7 @@ def main() -> None:
         "rows": arguments.rows,
         "tools": {tool: summarise(runs, arguments.rows) for tool, runs in results.items()},
     }
-    report |= {"runs": results, "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"}
+    report |= {"runs": results, "machine": machine}
     report["versions"] = {name: version(name) for name in ("trl", "torchtune", "transformers", "datasets", "torch")}
     for tool, summary in report["tools"].items():
         print(tool, json.dumps(summary))

@@ -62,7 +62,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "configs.json"
 ROWS = ROOT / "tests" / "configs" / "rows"  # written for this; in the shape of the data sets of the same names
 SHIPPED_TEMPLATE = "hermes"  # for a model whose own chat template no installed package has
 
-SEQ_LEN = 1024
+SEQ_LEN = 640
+DIALOGUE_LEN = 2048
 SYNTHETIC_ROWS = 200
 STEPS = 4  # one until the stop, and three of one process, of which the last two add no graph
 COMPILED_STEPS = 3  # of the second run of a config that ships uncompiled
@@ -176,7 +177,7 @@ def override(name: str, config: RunConfig, output_dir: Path) -> list[str]:
     """Return the overrides of a run: the rows' files, and smaller sizes and intervals."""
     values: dict[str, Any] = {
         "output_dir": output_dir,
-        "data.seq_len": min(config.data.seq_len, SEQ_LEN if is_supervised(config) else 2 * SEQ_LEN),
+        "data.seq_len": min(config.data.seq_len, DIALOGUE_LEN if config.grpo is not None else SEQ_LEN),
         "micro_batch_size": 1,
         "max_steps": STEPS,
         "checkpoint.every": 3,

@@ -15,12 +15,12 @@ import torch
 
 from fctune.base import distributed
 from fctune.base.distributed import World
-from fctune.base.errors import ConfigError, DiskError
+from fctune.base.errors import ConfigError, DataError, DiskError
 from fctune.checkpoint.hf_checkpoint import HFWeights
 from fctune.checkpoint.resume import RunFacts, check_same_run
 from fctune.checkpoint.saver import first_write_limit
 from fctune.checkpoint.state import Checkpointer, DataCursor, TrainState
-from fctune.config.intervals import is_never
+from fctune.config.intervals import format_count, is_never
 from fctune.config.recipes import find_recipe_problem
 from fctune.config.schema import RunConfig
 from fctune.config.sections.evaluation import VALIDATION_CASES
@@ -35,6 +35,7 @@ from fctune.models.token_rows import count_parameters, trained_token_ids
 from fctune.parallel.layout import ParallelLayout
 from fctune.parallel.sharding import GradientSync
 from fctune.runs.device import total_memory
+from fctune.runs.metrics_file import MetricsFile
 from fctune.runs.sinks import SinkGroup
 from fctune.tasks.evaluation.held_out import find_held_out_cases, write_held_out_cases
 from fctune.tasks.evaluation.live import LiveEvaluation, check_answering_memory
@@ -293,7 +294,11 @@ class FineTuning(ABC):
         run.request.start_training()
 
     def train(self) -> None:
-        """Take all steps of the run."""
+        """Take all steps of the run.
+
+        Raises:
+            DataError: None of them has changed the weights.
+        """
         assert self.state is not None
         hours = self.run.directory.gpu_hours()
         with self.sinks:
@@ -303,6 +308,20 @@ class FineTuning(ABC):
                 objective=self.objective(),
                 source=self.source,
             )
+        steps = MetricsFile(self.run.directory.metrics)
+        if (reason := distributed.run_on_rank_0(lambda: self.describe_nothing_learned(steps))) is not None:
+            raise DataError(reason)
+
+    def describe_nothing_learned(self, steps: MetricsFile) -> str | None:
+        """Return why no step has changed the weights; None if one did, or if the file lacks the run's first steps."""
+        steps.update()
+        norms = steps.column("grad_norm")
+        if not steps.steps or steps.steps[0] != 1 or any(norm is not None for norm in norms):
+            return None
+        return (
+            f"nothing was learned: loss or gradient norm was not finite in all of {format_count(len(norms), 'step')}, "
+            "which were skipped. Lower optimizer.lr; on_nonfinite=stop ends the run at the first such step."
+        )
 
     def save_checkpoint(self) -> None:
         """Save the last checkpoint and write the exports, waiting for space or using the other disk if there is none.

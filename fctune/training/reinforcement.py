@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from fctune.base import distributed
 from fctune.base.distributed import World
-from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
 from fctune.config.sections.rollouts import is_dialogue_source
@@ -77,16 +76,19 @@ class PolicyTuning(AdapterTuning):
             meanwhile=self._stop_if_requested,
         )
 
-    def train(self) -> None:
-        """Take all steps of the run.
-
-        Raises:
-            DataError: None of them has changed the policy.
-        """
-        super().train()
-        steps = MetricsFile(self.run.directory.metrics)
-        if (reason := distributed.run_on_rank_0(lambda: describe_nothing_learned(steps))) is not None:
-            raise DataError(reason)
+    def describe_nothing_learned(self, steps: MetricsFile) -> str | None:
+        """Return why no step has changed the policy; None if one did, or if the file lacks the run's first steps."""
+        steps.update()
+        losses, norms = steps.column("loss"), steps.column("grad_norm")  # of steps that were not finite, one is None
+        taken = [norm for loss, norm in zip(losses, norms, strict=True) if loss is not None and norm is not None]
+        if any(taken) or not steps.steps or steps.steps[0] != 1:
+            return None
+        return (
+            f"nothing was learned in {format_count(len(norms), 'step')}: the gradient was 0 in {len(taken):,}, as when "
+            f"all answers of each group have equal rewards, and not finite in {len(norms) - len(taken):,}, which were "
+            "skipped. Set grpo.drop_flat_groups=true and on_nonfinite=stop to see the cause in the first such step, "
+            "and use cases that the model sometimes gets right."
+        )
 
     def _stop_if_requested(self) -> None:
         """Save and stop as after a step, while the run waits for a server that may be gone.
@@ -171,18 +173,3 @@ class PolicyTuning(AdapterTuning):
                 engine.publish(policy, version)
 
         return engine, publish
-
-
-def describe_nothing_learned(steps: MetricsFile) -> str | None:
-    """Return why no step of a run changed the policy; None if one did, or if the file lacks the run's first steps."""
-    steps.update()
-    losses, norms = steps.column("loss"), steps.column("grad_norm")  # of steps that were not finite, one is None
-    taken = [norm for loss, norm in zip(losses, norms, strict=True) if loss is not None and norm is not None]
-    if any(taken) or not steps.steps or steps.steps[0] != 1:
-        return None
-    return (
-        f"nothing was learned in {format_count(len(norms), 'step')}: the gradient was 0 in {len(taken):,}, as when all "
-        f"answers of each group have equal rewards, and not finite in {len(norms) - len(taken):,}, which were skipped. "
-        "Set grpo.drop_flat_groups=true and on_nonfinite=stop to see the cause in the first such step, and use cases "
-        "that the model sometimes gets right."
-    )

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from tests.conftest import REAL_DATA, ROOT
+from tests.conftest import REAL_DATA, ROOT, TINY_BASE
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import Kind, arguments_for, check_single_reports, run_on_rank, tune_run
 
@@ -165,6 +165,18 @@ def test_steps_that_are_not_finite_are_skipped_if_configured(tmp_path: Path) -> 
     assert run_ranks(run_on_rank, 2, argv)[0]["code"] == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any(line.get("is_skipped") for line in lines)
+
+
+def test_a_run_whose_steps_were_all_skipped_is_not_completed(tmp_path: Path) -> None:
+    model = shutil.copytree(TINY_BASE, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][:] = 1e38  # finite, as loading requires; its products are not
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    overrides = (f"model.path={model}", "max_steps=2", "on_nonfinite=skip", "data.packed=false")
+    done = run_ranks(run_on_rank, 1, arguments_for(tmp_path, *overrides))[0]
+    exit_json = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert (done["code"], exit_json["code"]) == (1, 1)
+    assert "not finite in all of 2 steps" in exit_json["reason"]
 
 
 def test_the_launcher_runs_two_ranks(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Examples on the pages work as they stand: the environment, the rows and the configs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fctune.base.errors import ConfigError
+from fctune.config import key_hints
+from fctune.config.loading import load_config
+from fctune.data.pairs import PairReader
+from fctune.data.sources import read_source
+from fctune.data.sources.defects import Defect
+from fctune.data.sources.reader import UnreadRow
+from fctune.tasks.environments.host import EnvironmentHost
+from tests.conftest import ROOT
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+# Problems that a part of a config may have: files that are not here, keys that the rest of it has.
+_INCOMPLETE = ("no such file or directory", "missing; it has no default", "a run with grpo learns from its own answers")
+KEYS = {key.partition(".")[0] for key in key_hints.list_keys()}
+
+
+def list_blocks(page: Path, language: str) -> list[str]:
+    """Return the code blocks of a language, with or without a title."""
+    return re.findall(rf"^```{language}(?: title=.*?)?\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+
+
+def test_the_environment_on_the_page_makes_tasks_that_its_own_calls_solve(tmp_path: Path) -> None:
+    (code,) = list_blocks(ROOT / "docs" / "environments.md", "python")
+    (tmp_path / "counter.py").write_text(code)
+    host = EnvironmentHost(f"{tmp_path / 'counter.py'}:Counter")
+    try:
+        tasks = [host.make_task(seed, split) for seed in range(3) for split in ("train", "test")]
+    finally:
+        host.close()
+    assert len({task.spec.question for task in tasks}) == 6
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
+def test_the_row_on_the_page_is_read(page: str, tmp_path: Path) -> None:
+    (text,) = list_blocks(ROOT / page, "json")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(json.loads(text)) + "\n")
+    (row,) = read_source(str(tmp_path / "rows.jsonl"))
+    assert not isinstance(row, Defect)
+    assert row.messages[1].calls[0].name == "get_weather"
+
+
+def test_the_pair_on_the_page_is_read() -> None:
+    (text,) = list_blocks(ROOT / "docs" / "preference.md", "json")
+    pair = PairReader().read(UnreadRow("pairs.jsonl", 1, json.loads(text)))
+    assert not isinstance(pair, Defect)
+    assert pair.chosen.messages[0].calls[0].name == "get_weather"
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
+def test_configs_on_the_page_have_known_keys_and_values(page: Path, tmp_path: Path) -> None:
+    for number, text in enumerate(list_blocks(page, "yaml")):
+        values = yaml.safe_load(text)
+        if page.stem in ("contributing", "sweeps") or "extends" in values:
+            continue
+        assert set(values) <= KEYS, text
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(yaml.safe_dump({"extends": "tiny_lora"} | values))
+        try:
+            load_config(file, [])
+        except ConfigError as error:
+            problems = str(error).splitlines()[1:]
+            assert not [line for line in problems if not any(part in line for part in _INCOMPLETE)], text
