@@ -203,7 +203,7 @@ $(DOCS_READY): pyproject.toml
 
 # Train fctune/assets/tiny_base from a seed: about 35 minutes on 2 cores.
 tiny-base: setup
-	OMP_NUM_THREADS=2 $(BIN)/python -m fctune.assets.build --out fctune/assets/tiny_base --seed 0
+	OMP_NUM_THREADS=2 $(BIN)/python -m fctune.apps.demo.tiny_base --out fctune/assets/tiny_base --seed 0
 
 clean:
 	rm -rf $(VENV) $(SKY) $(DOCS) .venv-audit build site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -19,8 +19,7 @@ from pathlib import Path
 from benchmarks.kernels import make_table as make_kernel_table
 from benchmarks.planner import make_speed_table
 from fctune.apps.plan.plan import Plan, make_plan
-from fctune.apps.plan.plan_request import PlanRequest
-from fctune.apps.plan.prices import read_prices
+from fctune.apps.plan.request import PlanRequest
 from fctune.apps.plan.table import print_plan
 from fctune.base.gpus import find_gpu
 from fctune.base.terminal import Terminal
@@ -28,6 +27,7 @@ from fctune.cli import make_parser
 from fctune.cli.parser import resolve_config_arguments
 from fctune.config.intervals import parse_interval
 from fctune.config.loading import load_config
+from fctune.runs.prices import read_prices
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/plan.md", "docs/results.md", "docs/clusters.md", "docs/operate.md")
@@ -105,10 +105,11 @@ def make_memory_table() -> str:
 def make_budget() -> str:
     """Hold the 72B plan to its budget of GPU-hours."""
     planned = plan(LARGE)
-    gpus, hours, ends, storage = planned.world_size, planned.hours, planned.hours_range, planned.storage
+    made, gpus = planned.estimate, planned.search.world_size
+    hours, ends, storage, startup_s = made.hours, planned.hours_range, made.storage, made.startup.total_s
     assert hours is not None
     assert ends is not None
-    startup, rest = gpus * planned.startup.total_s / 3600, gpus * REST_H
+    startup, rest = gpus * startup_s / 3600, gpus * REST_H
     total, most = gpus * hours + rest, gpus * ends[1] + rest
     expected, quickest, slowest = (gpus * value - startup for value in (hours, *ends))
     assert most <= BUDGET, f"{most:,.0f} GPU-hours at the slow end of the range, of {BUDGET:,}"
@@ -127,7 +128,7 @@ def make_budget() -> str:
 | training | {expected:,.0f} ({quickest:,.0f} to {slowest:,.0f} over the plan's range) |
 | of which {saves:,} checkpoints, {storage.stall_s:.2f} s of waiting each, and {failures:.2f} failures expected | \
 {expected * storage.lost_share:,.0f} |
-| start-up: {planned.startup.total_s / 60:.0f} minutes on {gpus} GPUs | {startup:,.0f} |
+| start-up: {startup_s / 60:.0f} minutes on {gpus} GPUs | {startup:,.0f} |
 | acceptance test before, evaluation after: an hour, assumed | {rest:,.0f} |
 | **total** | **{total:,.0f}; at most {most:,.0f}** |
 
@@ -145,16 +146,16 @@ def make_demo_cost() -> str:
     gpu_hour, shared = prices.gpu_hour["h100"].price, prices.shared_gib_month.price
     assert gpu_hour is not None
     assert shared is not None
-    assert planned.hours is not None
-    assert planned.cost is not None
-    gpus = planned.world_size
+    assert planned.estimate.hours is not None
+    assert planned.estimate.cost is not None
+    gpus = planned.search.world_size
     disk = shared * DISK_TIB * 1024 * 2 / MONTH_H
     return f"""At the list prices of `fctune plan` ({gpu_hour:g} USD per GPU-hour; pass yours with `--price`):
 
 | | GPU-hours | USD |
 |---|---|---|
 | GPU nodes from 0:10 to 1:50 | {gpus * PAID_H:.1f} | {gpus * PAID_H * gpu_hour:.2f} |
-| of which start-up and training | {gpus * planned.hours:.1f} | {planned.cost.gpus:.2f} |
+| of which start-up and training | {gpus * planned.estimate.hours:.1f} | {planned.estimate.cost.gpus:.2f} |
 | shared filesystem of {DISK_TIB} TiB, two hours | | {disk:.2f} |
 | CPU nodes, addresses | | not counted |"""
 
@@ -170,10 +171,10 @@ def make_gpus_table() -> str:
     ):
         command = f"--config configs/{config}.yaml --nodes {gpus // 8} --rows 120000 --mean-tokens 800"
         made = plan(f"{command} global_batch_size=512" if gpus == 512 else command)
-        setting, storage = made.setting, made.storage
+        setting, storage = made.setting, made.estimate.storage
         layout = f"{setting.mode.upper()}, {setting.replicate} x {setting.shard}"
         cells = [f"`{config}`", str(gpus), str(made.config.global_batch_size), layout]
-        cells += [f"{made.peak.footprint.total / 2**30:.0f} GiB", f"{made.time.total_s:.2f} s"]
+        cells += [f"{made.peak.footprint.total / 2**30:.0f} GiB", f"{made.estimate.time.total_s:.2f} s"]
         cells += [f"{storage.checkpoint_bytes / 1e9:.0f} GB", f"{storage.hours_between_failures:,.0f} h"]
         cells += [f"{storage.best_interval_s / 60:.0f} min", f"{storage.total_bytes / 1e12:.1f} TB"]
         lines.append(f"| {' | '.join(cells)} |")

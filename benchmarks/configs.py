@@ -12,11 +12,11 @@ import re
 from pathlib import Path
 
 from fctune.apps.plan.plan import Plan, make_plan
-from fctune.apps.plan.plan_request import PlanRequest
-from fctune.apps.plan.prices import read_prices
+from fctune.apps.plan.request import PlanRequest
 from fctune.base.gpus import find_gpu
 from fctune.config.intervals import format_duration
 from fctune.config.loading import load_config
+from fctune.runs.prices import read_prices
 
 ROWS, MEAN_TOKENS = 100_000, 700
 MACHINES = {  # nodes and GPUs of each; one GPU for every other config
@@ -34,16 +34,16 @@ BEGIN, END = "<!-- made by python -m benchmarks.configs -->", "<!-- end -->"
 def describe(name: str, plan: Plan) -> str:
     """Return a row of the table."""
     assert plan.num_steps is not None
-    assert plan.cost is not None
-    assert plan.hours is not None
-    nodes, gpus, steps, step_s = plan.request.nodes, plan.request.gpus_per_node, plan.num_steps, plan.step_s
+    assert plan.estimate.cost is not None
+    assert plan.estimate.hours is not None
+    nodes, gpus, steps, step_s = plan.request.nodes, plan.request.gpus_per_node, plan.num_steps, plan.estimate.step_s
     every = plan.save_steps or steps
     saves = (steps - 1) // every
     first = format_duration(min(every, steps) * step_s) + ("" if saves else " (at the end)")
-    cost = plan.cost
+    cost = plan.estimate.cost
     disks = (cost.shared_disk or 0) + (cost.network_disks or 0)
     machines = f"{nodes} x {gpus}" if gpus > 1 else "1"
-    cells = [f"`{name}`", machines, f"{steps:,}", f"{plan.warmup_steps:,}", format_duration(plan.hours * 3600)]
+    cells = [f"`{name}`", machines, f"{steps:,}", f"{plan.warmup_steps:,}", format_duration(plan.estimate.hours * 3600)]
     cells += [f"{saves + 1:,}", first, f"{cost.gpus:,.2f}", f"{disks:,.2f}", f"{cost.total:,.2f}"]
     return f"| {' | '.join(cells)} |"
 

@@ -31,6 +31,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_BASE = ROOT / "fctune" / "assets" / "tiny_base"
@@ -77,14 +78,17 @@ def _run_with_template(folder: Path, is_own: bool) -> dict[str, float]:
         settings = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
         settings["chat_template"] += "{# foreign #}"
         (model / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    own = tracing.read_own_templates()
     if is_own:
-        source = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
-        own = tracing.read_own_templates() | {source}
-        tracing.read_own_templates = chat_template.read_own_templates = lambda: own
+        own |= {json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]}
     config = DataConfig(sources=[SourceConfig(path=str(folder / "rows.jsonl"))], validation_share=0.0, seq_len=SEQ_LEN)
     out = Path(tempfile.mkdtemp(dir=folder))
     start = time.perf_counter()
-    prepared = prepare(config, model, out)
+    with (
+        patch.object(tracing, "read_own_templates", lambda: own),
+        patch.object(chat_template, "read_own_templates", lambda: own),
+    ):
+        prepared = prepare(config, model, out)
     seconds = time.perf_counter() - start
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     shutil.rmtree(out)

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.model_zoo import find_entry, save_weights, shrink
 from benchmarks.templates import ADDED, SPECIAL, find_templates
-from fctune.assets.tokenizer import train_tokenizer
+from fctune.apps.demo.tokenizer import train_tokenizer
 from fctune.models.hub import parse_name
 from fctune.models.sources import find_public_config
 

@@ -276,12 +276,11 @@ def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
     On the CPU, the measured peak is that of the process, so the comparison means nothing.
     """
     from benchmarks.train_fctune import fctune_config
-    from fctune.apps.plan.memory import MemoryModel
-    from fctune.apps.plan.memory_timeline import Setting
-    from fctune.apps.plan.models import shape_model
     from fctune.config.loading import parse_config
     from fctune.config.schema import RunConfig
+    from fctune.models.planned_model import shape_model
     from fctune.models.sources import read_architecture
+    from fctune.parallel.memory import MemoryModel, Setting
 
     config = parse_config(fctune_config(job, Path(job.rows_dir)), [])
     assert isinstance(config, RunConfig)

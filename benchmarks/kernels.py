@@ -4,7 +4,7 @@
 
 Products and what backward keeps are counted in one block on the meta device, in the sizes of the shipped configs;
 graphs and kernels are those of torch's compiler for that block (``benchmarks.compiled_blocks``). Times are those of
-``fctune.apps.plan.speed``, which ``fctune plan`` shows too.
+``fctune.parallel.speed``, which ``fctune plan`` shows too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import datetime
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.compiled_blocks import count_compiled_block
 from benchmarks.training import ROOT
-from fctune.apps.plan.blocks import count_block_activations
-from fctune.apps.plan.models import find_architecture
 from fctune.config.schema import RunConfig
 from fctune.models.architecture import Architecture
 from fctune.models.attention import make_bounds
 from fctune.models.lora import apply_lora_
+from fctune.models.planned_model import find_architecture
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.run_config import load_run_config
+from fctune.parallel.block_memory import count_block_activations
 
 _LORA, _FULL = "configs/llama3_1_8b_lora.yaml", "configs/llama3_1_8b_full.yaml"
 _BENCH = ("adapter.rank=16", "adapter.dropout=0")
@@ -102,17 +102,17 @@ def count_block(config: RunConfig, architecture: Architecture) -> dict[str, floa
 
 def estimate(row: Row, config: RunConfig, architecture: Architecture) -> dict[str, float]:
     """Return microseconds per token by kind of kernel, and tokens per second, on an H100."""
-    from fctune.apps.plan.memory import MemoryModel
-    from fctune.apps.plan.models import shape_model
-    from fctune.apps.plan.speed import count_flops, estimate_kernel_times
     from fctune.base.gpus import find_gpu
+    from fctune.models.planned_model import shape_model
+    from fctune.parallel.memory import MemoryModel
+    from fctune.parallel.speed import count_flops, estimate_kernel_times
 
     gpu = find_gpu("h100", {})
     memory = MemoryModel(shape_model(config, architecture), config, gpu.memory_bytes, row.supervised)
     flops = count_flops(memory, row.fraction, row.supervised, row.pairs)
     tokens = config.micro_batch_size * config.data.seq_len
     times = estimate_kernel_times(memory, gpu, row.fraction, flops, tokens)
-    return {name: round(value, 1) for name, value in times.to_json().items()} | {
+    return {name: round(value, 1) for name, value in (asdict(times) | {"total": times.total}).items()} | {
         "tokens_per_s": round(times.tokens_per_s)
     }
 

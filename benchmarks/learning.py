@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.calls.metrics import wilson_interval
-from fctune.runs.metrics_file import MetricsFile
+from fctune.runs.record import MetricsFile
 from fctune.tasks.evaluation.paired import compare_rows
 from fctune.tasks.evaluation.results import read_rows
 

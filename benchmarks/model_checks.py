@@ -25,7 +25,6 @@ from torch import Tensor
 from benchmarks.model_references import count_parameters, iter_conversations, load_reference, train_reference
 from benchmarks.model_runs import NUM_STEPS, Recorder, link_name, load, make_run
 from benchmarks.model_zoo import Entry, save_config, save_weights
-from fctune.apps.plan.models import find_architecture, shape_model
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError
 from fctune.checkpoint.hf_checkpoint import HFAdapterWeights, HFModelWeights
@@ -41,6 +40,7 @@ from fctune.models.export import export_adapter, export_merged
 from fctune.models.hub import WEIGHT_FILES, digest_model
 from fctune.models.lora import adapters_off, apply_lora_
 from fctune.models.packing_proof import prove_packing
+from fctune.models.planned_model import find_architecture, shape_model
 from fctune.runs.sinks import SinkGroup
 from fctune.training.callbacks.checkpoint import CheckpointCallback
 from fctune.training.loop import build_loader, train

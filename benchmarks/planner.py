@@ -33,10 +33,6 @@ from torch import Tensor
 from benchmarks.job import Job
 from benchmarks.train_fctune import fctune_config
 from benchmarks.training import RESULTS, ROOT, describe_machine
-from fctune.apps.plan.memory import MemoryModel
-from fctune.apps.plan.memory_timeline import Setting
-from fctune.apps.plan.models import find_architecture, shape_model
-from fctune.apps.plan.speed import count_flops, estimate_step_time
 from fctune.base.distributed import World
 from fctune.base.gpus import find_gpu
 from fctune.config.loading import parse_config
@@ -46,10 +42,13 @@ from fctune.models import loss
 from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.frozen_linear import copy_rows_, is_nf4
+from fctune.models.planned_model import find_architecture, shape_model
 from fctune.models.torchtune import layers
 from fctune.parallel.activations import apply_activation_checkpointing_
 from fctune.parallel.layout import Hardware, ParallelLayout
+from fctune.parallel.memory import MemoryModel, Setting
 from fctune.parallel.sharding import GradientSync, shard_
+from fctune.parallel.speed import count_flops, estimate_step_time
 from fctune.training import step
 from fctune.training.objective import SupervisedObjective
 from fctune.training.prefetch import Inputs, StepData

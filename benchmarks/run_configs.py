@@ -55,6 +55,9 @@ from fctune.config.shipped import list_shipped_configs
 from fctune.data.prepared_set import PreparedSet, open_prepared
 from fctune.models.hub import parse_name
 from fctune.models.sources import find_public_config
+from fctune.tasks.environments.calendar import Calendar
+from fctune.tasks.environments.files import Files
+from fctune.tasks.environments.shop import Shop
 from fctune.training.callbacks.stop import STOPPED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,7 +95,7 @@ INDUCTOR = {
 LONGEST = ("qwen2_5_72b_full", "qwen3_5_4b_lora", "gemma4_e4b_lora", "llama3_1_8b_grpo", "qwen3_30b_a3b_lora")
 # What all runs import.
 WARM_MODULES = (
-    *("fctune.cli", "fctune.apps.launch.local_launcher", "torch.distributed.launcher.api", "fctune.training.entry"),
+    *("fctune.cli", "fctune.training.launcher", "torch.distributed.launcher.api", "fctune.training.entry"),
     *(
         "fctune.training.adapters",
         "fctune.training.preference",
@@ -161,9 +164,11 @@ class ConfigFailure(Exception):
 
 
 def iter_texts() -> Iterator[str]:
-    """Yield all rows, on which tokenizers are trained."""
+    """Yield all rows and the tools of environments, on which tokenizers are trained."""
     for path in sorted(ROWS.glob("*.jsonl")):
         yield from path.read_text(encoding="utf-8").splitlines()
+    for environment in (Calendar, Files, Shop):
+        yield from map(json.dumps, environment().list_tools())
 
 
 def digest_config(path: Path) -> str:

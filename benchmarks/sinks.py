@@ -126,9 +126,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from fctune.base.distributed import init_distributed, shutdown_distributed
     from fctune.config.loading import parse_config
     from fctune.models.lora import apply_lora_, init_adapters_
+    from fctune.runs.directory import RunDirectory
     from fctune.runs.sinks import ConsoleSink, SinkGroup
     from fctune.training.loop import build_loader, train
-    from fctune.training.run_directory import RunDirectory
     from fctune.training.setup import build_base, open_sinks, prepare_data, shard_and_load_, start_state
 
     port = _free_port()

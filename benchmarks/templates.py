@@ -21,7 +21,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from fctune.assets.tokenizer import train_tokenizer
+from fctune.apps.demo.tokenizer import train_tokenizer
 from fctune.base.errors import DataError
 from fctune.calls.formats.registry import detect_format
 from fctune.data.chat_template import ChatTemplate

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fctune.assets.tokenizer import train_tokenizer
+from fctune.apps.demo.tokenizer import train_tokenizer
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic import iter_conversations

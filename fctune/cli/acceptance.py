@@ -38,7 +38,7 @@ def _report(arguments: argparse.Namespace) -> int:
     result = read_result(arguments.result)
     print_result(Terminal(), result)
     if arguments.html is not None:
-        from fctune.apps.report.acceptance_page import write_acceptance_html
+        from fctune.apps.acceptance.page import write_acceptance_html
 
         write_file(arguments.html, "--html", lambda: write_acceptance_html(result, arguments.html))
     return 0 if result["verdict"] == "PASS" else 1

@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_html(arguments: argparse.Namespace) -> None:
     """Write the page of the comparison: accuracy by category before and after, and the failures after."""
-    from fctune.apps.report.page import Page
     from fctune.apps.report.run_sections import add_accuracy
-    from fctune.runs.results import pair_results
+    from fctune.pages.page import Page
+    from fctune.tasks.evaluation.accuracy import pair_results
 
     accuracy = pair_results(arguments.after, arguments.before)
     before, after = Path(arguments.before), Path(arguments.after)

@@ -22,7 +22,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from fctune.apps.launch.gguf_export import export_gguf
+    from fctune.apps.serve.gguf_export import export_gguf
 
     done = export_gguf(arguments.model, arguments.out, arguments.quantize)
     print(f"{done.path}: {done.path.stat().st_size / 1e6:,.1f} MB")

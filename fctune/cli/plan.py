@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 from pathlib import Path
@@ -48,7 +49,7 @@ def add_commands(commands: Any) -> None:
         help="price of a GPU-hour, in the config's currency; default: the config's, else the list price",
     )
     plan.add_argument(
-        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/apps/plan/prices.yaml"
+        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/runs/prices.yaml"
     )
     plan.add_argument(
         "--shared-gib", type=float, default=2000.0, metavar="X", help="size of the shared disk; default: %(default)s"
@@ -97,9 +98,9 @@ def add_commands(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from fctune.apps.plan.plan_request import PlanRequest
-    from fctune.apps.plan.prices import Prices, read_prices
+    from fctune.apps.plan.request import PlanRequest
     from fctune.base.gpus import GPUS, find_gpu
+    from fctune.runs.prices import Prices, read_prices
 
     options = {
         "--gpu-memory-gib": arguments.gpu_memory_gib,
@@ -114,30 +115,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         problems.add(f"--model {arguments.model}: no such directory; pass the one with the model's config.json.")
     gpu = problems.collect(lambda: find_gpu(arguments.gpu, options))
     prices = problems.collect(lambda: read_prices(arguments.prices))
-    rate = arguments.failures_per_gpu_day
-    request = problems.collect(
-        lambda: PlanRequest(
-            gpu=gpu or GPUS["h100"],
-            nodes=arguments.nodes,
-            gpus_per_node=arguments.gpus_per_node,
-            model=arguments.model,
-            rows=arguments.rows,
-            mean_tokens=arguments.mean_tokens,
-            price=arguments.price,
-            efficiency=arguments.efficiency,
-            disk_gb_s=arguments.disk_gb_s,
-            is_searching=arguments.search,
-            prices=prices or Prices(),
-            shared_gib=arguments.shared_gib,
-            network_gib=arguments.network_gib,
-            egress_gib=arguments.egress_gib,
-            server_gpus=arguments.server_gpus,
-            download_gb_s=arguments.download_gb_s,
-            startup_min=arguments.startup_min,
-            deadline_hours=arguments.deadline_hours,
-            **({} if rate is None else {"failures_per_gpu_day": rate}),
-        )
-    )
+    named = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(PlanRequest)}
+    given = {name: value for name, value in named.items() if value is not None}
+    given |= {"gpu": gpu or GPUS["h100"], "prices": prices or Prices(), "is_searching": arguments.search}
+    request = problems.collect(lambda: PlanRequest(**given))
     problems.raise_all()
     assert config is not None
     assert request is not None

@@ -28,15 +28,15 @@ def add_commands(commands: Any) -> None:
 
 
 def _preflight(arguments: argparse.Namespace) -> int:
-    from fctune.apps.launch.env_overrides import resolve_launch
+    from fctune.training.env_overrides import resolve_launch
 
     environment = read_environment()
     shared = Path(environment.get("FCTUNE_SHARED") or "/mnt/shared")
     if arguments.nodes == 1:  # no other node waits for this one's report of a wrong config
         resolve_launch(Path(arguments.config), environment, arguments.overrides, shared)
-    from fctune.apps.launch.checks import Mounts
-    from fctune.apps.launch.preflight import Request, run_preflight
-    from fctune.apps.launch.rendezvous import Node
+    from fctune.apps.preflight.checks import Mounts
+    from fctune.apps.preflight.preflight import Request, run_preflight
+    from fctune.apps.preflight.rendezvous import Node
 
     mounts = Mounts(shared, Path(environment.get("FCTUNE_NETWORK") or "/mnt/network"))
     node = Node(arguments.node_rank, arguments.nodes, arguments.address, arguments.port, arguments.wait)

@@ -15,7 +15,7 @@ from fctune.config.intervals import format_count
 from fctune.config.loading import read_environment
 
 if TYPE_CHECKING:
-    from fctune.apps.launch.hub import Upload
+    from fctune.apps.push.upload import Upload
     from fctune.runs.record import RunRecord
 
 _NUM_SKIPPED_SHOWN = 10
@@ -41,9 +41,9 @@ def add_commands(commands: Any) -> None:
 
 
 def _push(arguments: argparse.Namespace) -> int:
-    from fctune.apps.launch.hub import find_export, find_local_base, find_visibility, plan_upload, push
-    from fctune.apps.report.model_card import FILE_NAME, WRITTEN_BY, make_model_card
-    from fctune.runs.results import find_accuracies
+    from fctune.apps.push.card import FILE_NAME, WRITTEN_BY, make_model_card
+    from fctune.apps.push.upload import find_export, find_local_base, find_visibility, plan_upload, push
+    from fctune.tasks.evaluation.accuracy import find_accuracies
 
     _require_repository_name(arguments.name)
     export = find_export(Path(arguments.model))
@@ -137,7 +137,8 @@ def _require_repository_name(name: str) -> None:
 
 def _find_run(export: Path) -> RunRecord | None:
     """Return the record of the run whose ``export/`` holds the directory; None if there is none."""
+    from fctune.runs.directory import RunFiles
     from fctune.runs.record import read_run
 
     folder = export.resolve().parent.parent
-    return read_run(folder) if (folder / "run.json").is_file() else None
+    return read_run(folder) if RunFiles(folder).run.is_file() else None

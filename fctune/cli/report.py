@@ -40,7 +40,7 @@ def add_commands(commands: Any) -> None:
         help="price of a GPU-hour, in the config's currency; default: the run's config, else the list price",
     )
     report.add_argument(
-        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/apps/plan/prices.yaml"
+        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/runs/prices.yaml"
     )
     report.add_argument(
         "--network-gib",
@@ -56,12 +56,12 @@ def add_commands(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from fctune.apps.plan.prices import read_prices
     from fctune.apps.report.run_page import write_run_html
     from fctune.runs.figures import Pricing
+    from fctune.runs.prices import read_prices
     from fctune.runs.record import read_run
-    from fctune.runs.results import find_accuracies, pair_results
     from fctune.runs.success import format_criteria, is_success, judge_run
+    from fctune.tasks.evaluation.accuracy import find_accuracies, list_totals, pair_results
     from fctune.tasks.evaluation.published import read_published
 
     if (arguments.after or arguments.before) and len(arguments.runs) > 1:
@@ -79,7 +79,9 @@ def _report(arguments: argparse.Namespace) -> int:
     else:
         accuracies = [find_accuracies(record) for record in records]
     criteria = [
-        judge_run(record, None, found, records) if arguments.strict or record.config.get("success") is not None else []
+        judge_run(record, None, list_totals(found), records)
+        if arguments.strict or record.config.get("success") is not None
+        else []
         for record, found in zip(records, accuracies, strict=True)
     ]
     write_file(

@@ -193,8 +193,8 @@ def _write_lines(path: Path, rows: Sequence[Any]) -> None:
 
 
 def _print_summary(console: Any, summary: dict[str, Any], out: Path) -> None:
-    from fctune.apps.report.eval_page import format_bounds
     from fctune.cli.tables import make_table, print_not_run
+    from fctune.pages.run_text import format_bounds
 
     ks = [estimate["k"] for estimate in next(iter(summary["pass_rates"].values()), [])]
     answers, cases = format_count(summary["num_answers"], "answer"), format_count(summary["num_cases"], "case")

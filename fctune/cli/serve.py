@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 from typing import Any
 
 from fctune.base.errors import ConfigError
+from fctune.base.processes import run_command
 from fctune.base.terminal import escape_controls
 from fctune.cli.parser import add_template_args_argument
 
@@ -33,8 +33,8 @@ def add_commands(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from fctune.apps.launch.server_agreement import find_host, require_agreement
-    from fctune.apps.launch.serving import RUN_TIME_ADAPTERS, server_options
+    from fctune.apps.serve.server import find_host, require_agreement
+    from fctune.engines.vllm_options import RUN_TIME_ADAPTERS, server_options
 
     if not 1 <= arguments.port <= 65535:
         raise ConfigError(f"--port {arguments.port}: expected 1 to 65535.")
@@ -57,7 +57,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.print_only:
         return 0
     require_vllm(arguments.python)
-    from fctune.apps.launch.server_process import ServerEndedError, run_server
+    from fctune.apps.serve.server import ServerEndedError, run_server
 
     host = find_host(further)
     url = f"http://{host}:{arguments.port}/v1"
@@ -85,12 +85,12 @@ def require_vllm(python: str, option: str = "--python") -> None:
     """
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        done = subprocess.run([python, "-c", look], capture_output=True, check=False)
+        done = run_command([python, "-c", look])
     except OSError as error:
         raise ConfigError(
             f"{option} {python}: cannot be started ({error.strerror}). Pass the Python of an environment with vLLM."
         ) from None
-    if done.returncode:
+    if done.code != 0:
         raise ConfigError(
             f"{python} has no vLLM. Install it in an environment of its own (pip install vllm), and pass {option} "
             "THAT/bin/python."

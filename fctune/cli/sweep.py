@@ -92,9 +92,9 @@ def _print_plan(study: Study) -> None:
 
 
 def _print_rows(study: Study, rows: list[Row]) -> None:
-    from fctune.apps.report.run_text import format_seconds
     from fctune.apps.sweep.outputs import list_keys
     from fctune.apps.sweep.sampling import short_names
+    from fctune.pages.run_text import format_seconds
 
     table = Table(box=None, pad_edge=False)
     keys = list_keys(study)

@@ -34,7 +34,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.nproc is not None and arguments.nproc < 1:
         arguments.command_parser.error(f"--nproc {arguments.nproc}: expected 1 or more")
     config = load_run_config(arguments.config, arguments.overrides)
-    from fctune.apps.launch.local_launcher import count_gpus, launch_recipe
+    from fctune.training.launcher import count_gpus, launch_recipe
 
     num_processes = arguments.nproc
     if num_processes is None:

@@ -26,8 +26,8 @@ def _watch(arguments: argparse.Namespace) -> int:
 
     from fctune.apps.report.run_terminal import render_run
     from fctune.runs.record import read_run
-    from fctune.runs.results import find_accuracies
     from fctune.runs.success import judge_run
+    from fctune.tasks.evaluation.accuracy import find_accuracies, list_totals
 
     if not arguments.interval > 0:
         raise ConfigError(f"--interval {arguments.interval}: expected more than 0.")
@@ -35,7 +35,9 @@ def _watch(arguments: argparse.Namespace) -> int:
 
     def render() -> Any:
         is_judged = record.exit is not None and record.config.get("success") is not None
-        return render_run(record, judge_run(record, accuracies=find_accuracies(record)) if is_judged else ())
+        return render_run(
+            record, judge_run(record, accuracies=list_totals(find_accuracies(record))) if is_judged else ()
+        )
 
     console = Terminal(highlight=False)
     if arguments.once or not console.is_terminal:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ from fctune.base.errors import ConfigError
 from fctune.config.parsing import suggest_hub_name
 from fctune.models.adapter_base import read_base
 from fctune.models.hub import resolve_model_dir
+from fctune.runs.directory import RunFiles
 
 
 class ModelFiles(NamedTuple):
@@ -74,7 +74,7 @@ def find_model(name: str, adapter: str | None = None) -> ModelFiles:
             if adapter is not None:
                 raise ConfigError(f"{name}: is an adapter itself. Omit --adapter {adapter}, or name the base model.")
             return ModelFiles(_find_base(candidate), candidate)
-    if (path / "run.json").is_file():
+    if RunFiles(path).run.is_file():
         raise ConfigError(f"{name}: the run has no export/merged or export/adapter. {_describe_ending(path)}")
     if path.name.startswith("checkpoint-"):
         raise ConfigError(f"{name}: a sharded checkpoint, which only its own run can read.{_hint_elastic(path.parent)}")
@@ -114,12 +114,10 @@ def _find_base(adapter_dir: Path) -> Path:
 
 
 def _describe_ending(run_dir: Path) -> str:
-    try:
-        ended = json.loads((run_dir / "exit.json").read_text(encoding="utf-8"))
-        ending = f"It ended with: {ended['reason']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        ending = "It has not ended, or was killed."
-    return ending + _hint_elastic(run_dir / "checkpoints")
+    files = RunFiles(run_dir)
+    ended = files.read_exit()
+    ending = f"It ended with: {ended.get('reason')}" if ended else "It has not ended, or was killed."
+    return ending + _hint_elastic(files.checkpoints)
 
 
 def _hint_elastic(checkpoints: Path) -> str:

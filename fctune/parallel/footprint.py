@@ -1,4 +1,4 @@
-"""Memory of one rank by use; ``fctune.apps.plan.memory`` estimates it."""
+"""Memory of one rank by use; ``fctune.parallel.memory`` estimates it."""
 
 from __future__ import annotations
 

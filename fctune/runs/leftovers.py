@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from fctune.base.files import is_in_use
+from fctune.runs.directory import RunFiles
 
 Kind = Literal["prepared set", "earlier run", "run", "cache"]
 
@@ -66,7 +67,7 @@ def find_leftovers(
         add("cache", path, 0.0, "")
     for folder in folders:
         moved = _MOVED_ASIDE.fullmatch(folder.name)
-        is_replaced = moved is not None and (runs / moved[1] / "run.json").is_file()
+        is_replaced = moved is not None and RunFiles(runs / moved[1]).run.is_file()
         keep = "running" if folder in live else "" if is_replaced or has_all_runs else "the newest of its name"
         add("earlier run" if is_replaced else "run", folder, _last_written(folder), keep)
     for path in caches:
@@ -77,9 +78,9 @@ def find_leftovers(
 
 def is_live(folder: Path, now: float) -> bool:
     """Return True if a run holds its directory's lock, or wrote in the last ten minutes and has not ended."""
-    if is_in_use(folder / ".lock"):
+    if RunFiles(folder).is_locked():
         return True
-    return not (folder / "exit.json").is_file() and now - _last_written(folder) < _RECENT_S
+    return not RunFiles(folder).exit.is_file() and now - _last_written(folder) < _RECENT_S
 
 
 def count_bytes(folder: Path) -> int:
@@ -92,13 +93,13 @@ def _iter_files(folder: Path) -> Iterator[Path]:
 
 
 def _last_written(folder: Path) -> float:
-    names = ("metrics.jsonl", "exit.json", "run.json")
-    times = [(folder / name).stat().st_mtime for name in names if (folder / name).is_file()]
+    files = RunFiles(folder)
+    times = [file.stat().st_mtime for file in (files.metrics, files.exit, files.run) if file.is_file()]
     return max(times, default=folder.stat().st_mtime)
 
 
 def _read_prepared_path(folder: Path) -> Path | None:
     try:
-        return Path(json.loads((folder / "run.json").read_text(encoding="utf-8"))["data"]["path"])
+        return Path(json.loads(RunFiles(folder).run.read_text(encoding="utf-8"))["data"]["path"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

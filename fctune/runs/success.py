@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 from fctune.config.sections.success import SuccessConfig
 from fctune.runs.figures import FINAL_STEPS, describe_run, flatten_config
-from fctune.runs.record import RunRecord
-from fctune.runs.results import Accuracy, find_throughput
+from fctune.runs.record import RunRecord, find_files_of_run
 
 CriterionStatus = Literal["PASS", "FAIL", "not measured"]
 
@@ -23,6 +24,7 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
 }
+_THROUGHPUTS = ("*throughput*.json", "eval/*throughput*.json", "eval/*/*throughput*.json")
 _MAX_LOSS_ADAPTERS, _MAX_LOSS_FULL = 1.5, 0.5
 # Config keys that may differ between runs whose speeds are compared across world sizes.
 _SCALING_KEYS = (
@@ -52,10 +54,19 @@ class Criterion:
     detail: str  # the value as text, or why it was not measured
 
 
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Generation speed of a model: new tokens per second over all prompts, ``width`` of which run at a time."""
+
+    tokens_per_s: float
+    width: int
+    path: Path
+
+
 def judge_run(
     record: RunRecord,
     thresholds: SuccessConfig | None = None,
-    accuracies: Sequence[Accuracy] = (),
+    accuracies: Mapping[str, float] | None = None,
     peers: Sequence[RunRecord] = (),
 ) -> list[Criterion]:
     """Judge a run by each of its success criteria.
@@ -63,7 +74,7 @@ def judge_run(
     Args:
         record: The run.
         thresholds: Criteria to apply; None takes those of the run's config, or the defaults.
-        accuracies: Evaluations of the run's exports. Without them, the last evaluation while training is judged.
+        accuracies: Accuracy of the run's export by suite. Without any, the last evaluation while training is judged.
         peers: Runs that scaling is measured against.
     """
     thresholds = thresholds or read_thresholds(record)
@@ -80,7 +91,7 @@ def judge_run(
             status: CriterionStatus = "PASS" if _COMPARISONS[sign](value, limit) else "FAIL"
             criteria.append(Criterion(name, threshold, status, value, f"{value:{spec}}"))
 
-    accuracy, source = _find_accuracy(record, accuracies)
+    accuracy, source = _find_accuracy(record, accuracies or {})
     reason = "run fctune eval on the exported model"
     judge(f"tool-call accuracy{source}", ">=", thresholds.min_accuracy, accuracy, ".1%", reason)
     max_loss = thresholds.max_final_loss
@@ -134,11 +145,10 @@ def is_success(criteria: Sequence[Criterion], is_strict: bool = False) -> bool:
     return all(one.status == "PASS" or (one.status == "not measured" and not is_strict) for one in criteria)
 
 
-def _find_accuracy(record: RunRecord, accuracies: Sequence[Accuracy]) -> tuple[float | None, str]:
-    """Return the lowest total accuracy of the suites and a suffix that names where it comes from."""
-    rates = [(total["rate"], accuracy.suite) for accuracy in accuracies if (total := accuracy.total()) is not None]
-    if rates:
-        lowest, suite = min(rates)
+def _find_accuracy(record: RunRecord, accuracies: Mapping[str, float]) -> tuple[float | None, str]:
+    """Return the lowest accuracy of the suites and a suffix that names where it comes from."""
+    if accuracies:
+        lowest, suite = min((rate, suite) for suite, rate in accuracies.items())
         return lowest, f", {suite}"
     found = record.metrics.latest("eval_accuracy")
     return (None, "") if found is None else (found[1], f" while training, step {found[0]:,}")
@@ -155,7 +165,7 @@ def _judge_trainable(record: RunRecord, expected: int) -> Criterion:
 
 def _measure_export(record: RunRecord) -> float | None:
     """Return the size of the exported merged model in GB; None without one."""
-    sizes = [file.stat().st_size for file in (record.path / "export" / "merged").glob("*") if file.is_file()]
+    sizes = [file.stat().st_size for file in (record.files.export / "merged").glob("*") if file.is_file()]
     return sum(sizes) / 1e9 if sizes else None
 
 
@@ -177,7 +187,7 @@ def _judge_final_checkpoint(record: RunRecord) -> Criterion:
     name, last = "final checkpoint", record.num_steps
     if record.exit is None:
         return Criterion(name, "", "not measured", None, "the run has not ended")
-    link = record.path / "checkpoints" / "final"
+    link = record.files.checkpoints / "final"
     saved = [one for one in record.checkpoints if one.name == link.resolve().name]
     if not saved:
         return Criterion(name, "", "FAIL", None, f"{link} is not a complete checkpoint")
@@ -223,3 +233,47 @@ def _measure_scaling(record: RunRecord, peers: Sequence[RunRecord]) -> float | N
 def _work(record: RunRecord) -> dict[str, Any]:
     flat = flatten_config(record.config)
     return {key: value for key, value in flat.items() if not key.startswith(_SCALING_KEYS)}
+
+
+def find_throughput(record: RunRecord) -> Throughput | None:
+    """Find the highest throughput in the newest throughput file of the run; None without one.
+
+    Searches the run's directory and its parent. Rows whose model is inside the run's directory count; files inside
+    the run's directory may also contain rows of a server. Files older than the run belong to an earlier run in the
+    same directory.
+    """
+    run = record.path.resolve()
+    for path in reversed(find_files_of_run(run, _THROUGHPUTS)):
+        if record.started_after(path):
+            continue
+        accepts_servers = path.resolve().is_relative_to(run)
+        speeds = [
+            Throughput(float(row["tokens_per_s"]), row["width"], path)
+            for row in _read_throughput_rows(path)
+            if _is_of_run(row["model"], run, accepts_servers)
+        ]
+        if speeds:
+            return max(speeds, key=lambda speed: speed.tokens_per_s)
+    return None
+
+
+def _is_of_run(model: str, run: Path, accepts_servers: bool) -> bool:
+    if model.startswith(("http://", "https://")):
+        return accepts_servers
+    return Path(model).resolve().is_relative_to(run)
+
+
+def _read_throughput_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a file of ``fctune throughput --json``; empty if it is something else."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    types = {"model": str, "width": int, "tokens_per_s": int | float}
+    if not isinstance(rows, list):
+        return []
+    return [
+        row
+        for row in rows
+        if isinstance(row, dict) and all(isinstance(row.get(key), type_) for key, type_ in types.items())
+    ]

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import selectors
-import signal
-import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from fctune.base.errors import DataError
-from fctune.base.launcher_watch import stop_with_parent, user_environment
+from fctune.base.launcher_watch import user_environment
+from fctune.base.processes import run_command
 from fctune.calls.formats.base import CallFormat
 from fctune.data.conversation import Conversation, Message, Tool, to_encodable
 from fctune.engines.engine import Engine
@@ -22,9 +17,7 @@ from fctune.tasks.episode import Episode, EpisodeLimits, EpisodeRunner
 from fctune.tasks.task import Step, Task, TaskState, to_results
 
 _MAX_RESULT_BYTES = 64 * 1024
-_MAX_PIPE_BYTES = 1024 * 1024  # what a pipe may hold (/proc/sys/fs/pipe-max-size)
 _MAX_ERROR_CHARS = 500
-_POLL_S = 0.05
 
 
 @dataclass(slots=True)
@@ -115,103 +108,19 @@ def run_tool(command: Sequence[str], arguments: Mapping[str, Any], timeout_s: fl
         arguments: Arguments of the call.
         timeout_s: Seconds that the command may take.
     """
+    given = json.dumps(arguments).encode()
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=user_environment(),
-            start_new_session=True,
-            preexec_fn=stop_with_parent(),
-        )
+        done = run_command(command, given, timeout_s, user_environment(), _MAX_RESULT_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a NUL character
         reason = error.strerror if isinstance(error, OSError) else str(error)
         return json.dumps({"error": f"cannot be started: {reason}"})
-    try:
-        output, errors = _exchange(process, json.dumps(arguments).encode(), time.monotonic() + timeout_s)
-        has_ended = _has_ended(process)
-    finally:
-        _kill_group(process)
-        process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            with suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
-    if not has_ended:
+    if done.code is None:
         return json.dumps({"error": f"no result within {timeout_s:g} s"})
-    if process.returncode:
-        stderr = errors.text.strip()[-_MAX_ERROR_CHARS:]
-        return json.dumps({"error": f"exit code {process.returncode}", "stderr": stderr})
-    cut = f"\n[cut: only the first {_MAX_RESULT_BYTES:,} of {output.num_bytes:,} bytes]"
-    return output.text.strip() + (cut if output.num_bytes > _MAX_RESULT_BYTES else "")
-
-
-@dataclass(slots=True)
-class _Output:
-    """Output of a command's pipe: its first or its last 64 KiB, and its total size."""
-
-    keeps_end: bool
-    kept: bytes = b""
-    num_bytes: int = 0
-
-    def add(self, piece: bytes) -> None:
-        self.num_bytes += len(piece)
-        if self.keeps_end:
-            self.kept = (self.kept + piece)[-_MAX_RESULT_BYTES:]
-        elif len(self.kept) < _MAX_RESULT_BYTES:
-            self.kept = (self.kept + piece)[:_MAX_RESULT_BYTES]
-
-    @property
-    def text(self) -> str:
-        return self.kept.decode("utf-8", "replace")
-
-
-def _exchange(process: subprocess.Popen[bytes], request: bytes, deadline: float) -> tuple[_Output, _Output]:
-    """Write a command's input and read its outputs until it ends, or until the deadline.
-
-    Other processes may hold the pipes longer than the command, so that its own end counts, not that of the pipes.
-    """
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    outputs = {process.stdout: _Output(keeps_end=False), process.stderr: _Output(keeps_end=True)}
-    rest = memoryview(request)
-    with selectors.DefaultSelector() as selector:
-        for pipe in (process.stdin, *outputs):
-            os.set_blocking(pipe.fileno(), False)
-            selector.register(pipe, selectors.EVENT_WRITE if pipe is process.stdin else selectors.EVENT_READ)
-        while not _has_ended(process) and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(min(left, _POLL_S)):
-                if key.fileobj is process.stdin:
-                    try:
-                        rest = rest[os.write(key.fd, rest) :]
-                    except BrokenPipeError:  # the command does not read its input
-                        rest = rest[:0]
-                    if not rest:
-                        selector.unregister(process.stdin)
-                        process.stdin.close()
-                elif piece := os.read(key.fd, _MAX_RESULT_BYTES):
-                    outputs[key.fileobj].add(piece)  # type: ignore[index]
-                else:
-                    selector.unregister(key.fileobj)
-    if _has_ended(process):
-        _kill_group(process)  # nobody writes after this, except processes that have left the group
-        for pipe, output in outputs.items():
-            with suppress(BlockingIOError):
-                for _ in range(_MAX_PIPE_BYTES // _MAX_RESULT_BYTES):
-                    output.add(os.read(pipe.fileno(), _MAX_RESULT_BYTES))
-    return outputs[process.stdout], outputs[process.stderr]
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Return True once the process has ended; it is not reaped, so that its group's id is not used again."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    if done.code:
+        stderr = done.errors.text.strip()[-_MAX_ERROR_CHARS:]
+        return json.dumps({"error": f"exit code {done.code}", "stderr": stderr})
+    cut = f"\n[cut: only the first {_MAX_RESULT_BYTES:,} of {done.output.num_bytes:,} bytes]"
+    return done.output.text.strip() + (cut if done.output.num_bytes > _MAX_RESULT_BYTES else "")
 
 
 def simulate_result(tool: Tool | None) -> str:

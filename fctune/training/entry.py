@@ -31,6 +31,7 @@ from fctune.config.components import allow_components
 from fctune.config.schema import RunConfig
 from fctune.models.run_config import load_run_config
 from fctune.runs.device import describe_device, total_memory
+from fctune.runs.directory import RunDirectory, RunFiles, find_typed_command
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
 from fctune.tasks.evaluation.held_out import HELD_OUT_FILE
@@ -40,7 +41,6 @@ from fctune.training.host_memory import reuse_freed_memory
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory
 from fctune.training.peers import RankProcess, describe_process, find_killed_rank, is_lost_connection
-from fctune.training.run_directory import RunDirectory, find_typed_command
 
 logger = logging.getLogger("fctune")
 
@@ -241,7 +241,7 @@ def open_run(config: RunConfig, world: World) -> Run:
         ConfigError: The directory cannot be written or is in use by another run.
     """
     store = CheckpointStore(
-        Path(config.output_dir) / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every_n_steps
+        RunFiles(config.output_dir).checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_every_n_steps
     )
     peers = distributed.all_gather_objects(describe_process(world.rank))
     run = Run(config, RunDirectory(config.output_dir), store, world, peers)

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from fctune.apps.plan.models import format_overrides, list_overrides
-from fctune.apps.plan.plan import Plan, list_remedies, make_plan
-from fctune.apps.plan.plan_request import PlanRequest
-from fctune.apps.plan.variants import Variant
 from fctune.base.distributed import World
 from fctune.base.gpus import find_gpu
 from fctune.config.schema import RunConfig
+from fctune.models.planned_model import find_architecture
 from fctune.parallel.footprint import GIB
+from fctune.parallel.memory import Peak, Setting
+from fctune.parallel.search import LayoutSearch, Variant, format_overrides, list_overrides
 from fctune.runs.device import peak_tflops, total_memory
 
 logger = logging.getLogger("fctune")
@@ -75,12 +74,12 @@ def suggest_less_memory(config: RunConfig, model_dir: Path, world: World) -> str
         world: This rank and its device.
     """
     try:
-        return _format_plan(_plan(config, model_dir, world), config)
+        return _format_plan(_search_layouts(config, model_dir, world), config)
     except Exception as error:  # must not hide the run's error
         return f"The planner has no advice ({type(error).__name__}: {' '.join(str(error).split())})."
 
 
-def _plan(config: RunConfig, model_dir: Path, world: World) -> Plan:
+def _search_layouts(config: RunConfig, model_dir: Path, world: World) -> LayoutSearch:
     memory = total_memory(world.device, world.ranks_per_node)
     tflops = peak_tflops(world.device) or _UNKNOWN_TFLOPS
     gpu = find_gpu("this device", {"--gpu-memory-gib": memory / GIB, "--tflops": tflops})
@@ -88,39 +87,42 @@ def _plan(config: RunConfig, model_dir: Path, world: World) -> Plan:
     if world.device.type == "cpu":
         config = replace(config, precision=config.precision or "fp32")
     config = replace(config, model=replace(config.model, add_tokens=[]))  # which this directory has
-    return make_plan(
-        config, PlanRequest(gpu=gpu, nodes=nodes, gpus_per_node=world.ranks_per_node, model=str(model_dir))
-    )
+    architecture, _, _ = find_architecture(config.model.path, str(model_dir), config.model.source)
+    return LayoutSearch(config, architecture, model_dir, gpu, nodes, world.ranks_per_node)
 
 
-def _format_plan(plan: Plan, config: RunConfig) -> str:
-    parts: dict[str, Any] = plan.peak.footprint.to_json()
+def _format_plan(search: LayoutSearch, config: RunConfig) -> str:
+    setting, _ = search.configured()
+    peak, device_bytes = search.memory.peak(setting), search.gpu.memory_bytes
+    parts: dict[str, Any] = peak.footprint.to_json()
     total = parts.pop("total")
     largest = sorted(parts.items(), key=lambda part: part[1], reverse=True)[:4]
     shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest if size)
     lines = [
-        f"The planner expects {total / GIB:.1f} of {plan.request.gpu.memory_bytes / GIB:.1f} GiB per rank, with the "
-        f"peak at the {plan.peak.phase} ({shown})."
+        f"The planner expects {total / GIB:.1f} of {device_bytes / GIB:.1f} GiB per rank, with the peak at the "
+        f"{peak.phase} ({shown})."
     ]
-    if plan.fits:
+    if total <= device_bytes:
         lines.append("According to the plan the run fits; check what else uses memory on this device.")
-    fitting = sorted((v for v in plan.variants if v.fits), key=lambda v: v.tokens_per_s_per_gpu, reverse=True)
-    remedies = [text for variant in fitting if (text := _format_variant(variant, plan, config))]
+    variants = search.variants(search.world_size // search.gpus_per_node)
+    fitting = sorted((v for v in variants if v.fits), key=lambda v: v.tokens_per_s_per_gpu, reverse=True)
+    remedies = [text for variant in fitting if (text := _format_variant(variant, setting, peak, config))]
     lines += [f"Settings that fit, fastest first: {'; or '.join(remedies[:_NUM_REMEDIES])}."] if remedies else []
     if not remedies:
-        lines.append(f"No layout of these ranks fits; what may help: {', '.join(list_remedies(plan))}.")
+        helping = search.list_remedies([variant.peak for variant in variants] or [peak])
+        lines.append(f"No layout of these ranks fits; what may help: {', '.join(helping)}.")
     lines.append("fctune plan --config FILE shows the complete plan.")
     return " ".join(lines)
 
 
-def _format_variant(variant: Variant, plan: Plan, config: RunConfig) -> str:
+def _format_variant(variant: Variant, setting: Setting, peak: Peak, config: RunConfig) -> str:
     """Return the keys that a variant changes; empty if it needs no less memory than the run."""
     num_bytes = variant.peak.footprint.total
-    if num_bytes >= plan.peak.footprint.total:
+    if num_bytes >= peak.footprint.total:
         return ""
     current = {
-        "parallel.mode": "auto" if plan.setting.mode == "none" else plan.setting.mode,
-        "parallel.replicate": plan.setting.replicate,
+        "parallel.mode": "auto" if setting.mode == "none" else setting.mode,
+        "parallel.replicate": setting.replicate,
         "activation_checkpointing.fraction": config.activation_checkpointing.fraction,
         "micro_batch_size": config.micro_batch_size,
     }

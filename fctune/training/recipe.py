@@ -35,7 +35,8 @@ from fctune.models.token_rows import count_parameters, trained_token_ids
 from fctune.parallel.layout import ParallelLayout
 from fctune.parallel.sharding import GradientSync
 from fctune.runs.device import total_memory
-from fctune.runs.metrics_file import MetricsFile
+from fctune.runs.directory import installed_versions
+from fctune.runs.record import MetricsFile
 from fctune.runs.sinks import SinkGroup
 from fctune.tasks.evaluation.held_out import find_held_out_cases, write_held_out_cases
 from fctune.tasks.evaluation.live import LiveEvaluation, check_answering_memory
@@ -50,7 +51,6 @@ from fctune.training.loop import build_loader, count_steps, train
 from fctune.training.objective import Objective, SupervisedObjective
 from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
 from fctune.training.prefetch import StepSource
-from fctune.training.run_directory import installed_versions
 from fctune.training.setup import (
     build_base,
     check_packing,

@@ -21,7 +21,7 @@ from fctune.engines.engine import Sampling
 from fctune.engines.local import LocalEngine
 from fctune.engines.policy_server import PolicyServer
 from fctune.models.export import export_adapter
-from fctune.runs.metrics_file import MetricsFile
+from fctune.runs.record import MetricsFile
 from fctune.tasks.episode import EpisodeLimits
 from fctune.tasks.evaluation.live import build_answering, random_state_restored
 from fctune.tasks.rollouts import CaseTasks, RolloutSettings, TaskSet

@@ -16,8 +16,6 @@ from typing import Any
 from rich.console import Console
 from torch._functorch import config as functorch
 
-from fctune.apps.plan.memory import MemoryModel
-from fctune.apps.plan.storage import plan_storage
 from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError, DataError
@@ -63,14 +61,14 @@ from fctune.parallel.layout import (
     choose_parallel_layout,
     suggest_smaller_weights,
 )
+from fctune.parallel.memory import MemoryModel
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
-from fctune.runs.alert_monitor import AlertMonitor
-from fctune.runs.background import BackgroundSink
+from fctune.parallel.storage import plan_storage
 from fctune.runs.device import compute_capability, describe_device, total_memory
+from fctune.runs.directory import RunDirectory
 from fctune.runs.metrics import GIB, active_memory_gib
 from fctune.runs.services import PrometheusSink, TensorBoardSink, WandbSink
-from fctune.runs.sinks import ConsoleSink, JsonlSink, SinkGroup
-from fctune.training.run_directory import RunDirectory
+from fctune.runs.sinks import AlertMonitor, BackgroundSink, ConsoleSink, JsonlSink, SinkGroup
 from fctune.training.schedule import build_scheduler
 
 logger = logging.getLogger("fctune")

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fctune.apps.launch.checks import check_interface
+from fctune.apps.preflight.checks import check_interface
 from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.network import find_interface, set_gloo_interface

@@ -27,7 +27,7 @@ from fctune.cli.eval_options import find_suite
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import read_template_args
 from fctune.runs.record import read_run
-from fctune.runs.results import find_accuracies
+from fctune.tasks.evaluation.accuracy import find_accuracies
 from fctune.tasks.evaluation.results import read_settings
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite

@@ -33,7 +33,7 @@ runpy.run_module("fctune.cli.__main__", run_name="__main__")
         ("fctune.apps.plan.plan", ["plan", "tiny_lora"]),
         ("fctune.data.prepared_set", ["data", "prepare", "tiny_lora"]),
         ("fctune.tasks.evaluation.run", ["eval", "--model", "fctune/assets/tiny_base", "--suite", "smoke"]),
-        ("fctune.apps.launch.local_launcher", ["train", "tiny_lora"]),
+        ("fctune.training.launcher", ["train", "tiny_lora"]),
     ],
 )
 def test_ctrl_c_during_imports_leaves_one_line(module: str, arguments: list[str], tmp_path: Path) -> None:

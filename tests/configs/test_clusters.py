@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fctune.apps.plan.memory import MemoryModel
 from fctune.config.components import resolve_component
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
@@ -23,6 +22,7 @@ from fctune.models.sources import read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_
 from fctune.parallel.footprint import GIB
 from fctune.parallel.layout import Hardware, ParallelLayout, check_memory, choose_parallel_layout
+from fctune.parallel.memory import MemoryModel
 from fctune.parallel.sharding import shard_
 from tests.configs.cluster_cases import CASES
 from tests.conftest import ROOT

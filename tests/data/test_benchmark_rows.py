@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.report.model_card import make_model_card
+from fctune.apps.push.card import make_model_card
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.prepared_set import describe_counts, prepare
 from fctune.runs.record import read_run

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from fctune.apps.launch.serving import server_options
 from fctune.base.errors import ConfigError
 from fctune.cli.parser import Parser, add_template_args_argument
 from fctune.config.sections.data import DataConfig, SourceConfig
@@ -18,6 +17,7 @@ from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation, Message
 from fctune.data.fingerprint import fingerprint_inputs
 from fctune.data.template_args import TEMPLATE_ARGS_FILE, read_template_args
+from fctune.engines.vllm_options import server_options
 from fctune.models.export import Prompting, copy_companions
 from tests.thinking_templates import HYBRID, write_thinking_model
 

@@ -16,7 +16,7 @@ TIERS = (
     {"models", "parallel", "checkpoint"},
     {"engines", "runs"},
     {"tasks", "training", "pages"},
-    {"apps", "assets", "cli"},
+    {"apps", "cli"},
 )
 
 

@@ -14,12 +14,12 @@ from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.config.sections.model import ModelConfig
 from fctune.engines.engine import Answer
+from fctune.runs.directory import RunDirectory
 from fctune.runs.sinks import JsonlSink
 from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.evaluation.summary import summarise_run
 from fctune.tasks.judge import judge_answer
 from fctune.tasks.suite import Suite
-from fctune.training.run_directory import RunDirectory
 
 
 def make_config(path: Path, **changes: Any) -> RunConfig:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from fctune.runs.alerts import Alert, AlertRules
+from fctune.runs.alerts import PERIOD_S, WINDOW, Alert, AlertRules
 from fctune.runs.metrics import SpikeDetector
-from fctune.runs.slowdown import PERIOD_S, WINDOW
 from tests.runs.generated_runs import Machine, draw_machine, make_run, slow_down_
 
 SPEEDS = Path(__file__).with_name("healthy_speeds.json")  # five runs: tokens/s and seconds of each step

@@ -22,9 +22,8 @@ import yaml
 
 from fctune.config.sections.telemetry import PrometheusConfig
 from fctune.runs.alerts import Alert
-from fctune.runs.background import BackgroundSink
 from fctune.runs.services import PrometheusSink
-from fctune.runs.sinks import SinkGroup
+from fctune.runs.sinks import BackgroundSink, SinkGroup
 from tests.conftest import ROOT
 from tests.ranks import find_port
 

@@ -1,23 +1,31 @@
-"""Reading run directories: running, killed, restarted, of older versions, and of something else."""
+"""Records of runs are read back completely, also after kills and restarts, and account for all of a run's time."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fctune.base.errors import DataError
+from fctune.apps.report.run_page import write_run_html
+from fctune.base.errors import ConfigError, DataError
 from fctune.checkpoint.files import FileRecord
 from fctune.checkpoint.store import CheckpointStore
-from fctune.runs.alert_monitor import AlertMonitor
+from fctune.cli import main
+from fctune.config.loading import load_config
+from fctune.config.sections.success import SuccessConfig
 from fctune.runs.alerts import Alert
-from fctune.runs.metrics_file import MetricsFile
-from fctune.runs.record import read_run
-from fctune.runs.time_use import account_for_time
-from fctune.training.run_directory import RunDirectory
+from fctune.runs.directory import RunDirectory
+from fctune.runs.figures import PART_DESCRIPTIONS, account_for_time
+from fctune.runs.record import MetricsFile, RunRecord, read_run
+from fctune.runs.sinks import AlertMonitor
+from tests.conftest import ROOT
+from tests.ranks import run_ranks
+from tests.recipes.recipe_runs import arguments_for, run_on_rank
 from tests.runs.sample_runs import change_run, make_config, make_run, make_steps, tear, write_steps
 
 
@@ -243,15 +251,182 @@ def test_a_record_is_cleared_when_a_new_run_replaces_the_directory(tmp_path: Pat
 
 
 def test_two_hundred_thousand_steps_are_read_and_reported_in_seconds(tmp_path: Path) -> None:
-    from fctune.apps.report.run_page import make_run_page
-
     directory = make_run(tmp_path / "run", 1)
     template: dict[str, Any] = next(make_steps(2, 2))
     line = json.dumps(template).replace('"step": 2,', '"step": %d,')
     directory.metrics.write_text("".join(line % step + "\n" for step in range(1, 200_001)))
     started = time.process_time()  # not wall time: a loaded machine is no defect
     record = read_run(tmp_path / "run")
-    page = make_run_page([record]).render()
+    write_run_html([record], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
     assert time.process_time() - started < 30  # about 3; a sum over each step's neighbours takes minutes
     assert len(record.metrics.steps) == 200_000
     assert len(page) < 2_000_000
+
+
+START = "2026-01-01T00:00:00Z"
+
+
+def make(path: Path, steps: list[dict[str, Any]], **run: Any) -> RunRecord:
+    path.mkdir()
+    (path / "metrics.jsonl").write_text("".join(json.dumps({"step": i} | s) + "\n" for i, s in enumerate(steps, 1)))
+    (path / "run.json").write_text(json.dumps({"started_at": START, "world_size": 4} | run))
+    (path / "exit.json").write_text('{"code": 0, "reason": "completed"}')
+    return read_run(path)
+
+
+def test_every_second_belongs_to_one_part(tmp_path: Path) -> None:
+    steps: list[dict[str, Any]] = [{"step_time_s": 2.0, "data_time_s": 0.5} for _ in range(20)]
+    steps[0] = {"step_time_s": 12.0, "data_time_s": 0.5}  # compiles
+    steps[7] = {"step_time_s": 9.0, "data_time_s": 0.5}  # stalls for 7 s
+    steps[8] = {"step_time_s": 2.0, "data_time_s": 0.5, "is_skipped": True}
+    steps[9] = {"step_time_s": 2.0, "data_time_s": 0.5, "eval_time_s": 6.0}
+    steps[11] = {"step_time_s": 2.0, "data_time_s": 0.5, "validation_time_s": 4.0}
+    steps[10] = {"step_time_s": 2.25, "data_time_s": 0.5, "save_wait_s": 0.25, "save_time_s": 3.0}
+    time = account_for_time(
+        make(tmp_path / "run", steps, finished_at="2026-01-01T00:02:00Z", closing={"save_s": 2.0, "export_s": 5.0})
+    )
+    assert time.elapsed_s == 120
+    due = {"training": 19 * 1.5, "data": 10.0, "stalls": 7.0, "first steps": 10.0, "skipped steps": 1.5}
+    due |= {"saves": 5.25, "validation": 4.0, "evaluation": 6.0, "export": 5.0, "restarts": 0.0, "other": 42.75}
+    assert time.parts == pytest.approx(due)
+    assert sum(time.parts.values()) == pytest.approx(120)
+    assert time.goodput == pytest.approx(28.5 / 120)
+    assert time.gpu_hours == pytest.approx(4 * 120 / 3600)
+    assert time.parts.keys() == PART_DESCRIPTIONS.keys()
+
+
+def test_a_restart_costs_all_time_but_the_kept_steps(tmp_path: Path) -> None:
+    steps = [{"step_time_s": 2.0, "data_time_s": 0.0}] * 30
+    resumed = [
+        {"step": 10, "at": "2026-01-01T00:01:00Z", "world_size": 2},  # 20 of 60 s kept
+        {"step": 10, "at": "2026-01-01T00:01:30Z", "world_size": 2},  # none of 30 s kept
+    ]
+    time = account_for_time(make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:30Z"))
+    assert time.elapsed_s == 150
+    assert time.parts["restarts"] == pytest.approx(40 + 30)
+    assert time.parts["training"] == pytest.approx(60)
+    assert time.parts["other"] == pytest.approx(20)
+    assert time.gpu_hours == pytest.approx(2 * 150 / 3600)  # the first segment's ranks are taken from the next
+
+
+def test_a_slow_first_step_after_a_restart_is_not_a_stall(tmp_path: Path) -> None:
+    steps = [{"step_time_s": 2.0 if i != 10 else 30.0, "data_time_s": 0.0} for i in range(30)]
+    resumed = [{"step": 10, "at": "2026-01-01T00:00:20Z", "world_size": 4}]
+    time = account_for_time(make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:30Z"))
+    assert (time.parts["stalls"], time.parts["first steps"]) == (0.0, 28.0)
+
+
+def test_slower_steps_on_fewer_ranks_are_not_stalls(tmp_path: Path) -> None:
+    steps = [{"step_time_s": 1.0 if i < 30 else 4.0, "data_time_s": 0.0} for i in range(50)]
+    steps[40] = {"step_time_s": 14.0, "data_time_s": 0.0}  # stalls for 10 s
+    before = {"world_size": 8, "until": "2026-01-01T00:00:30Z", "exit": None}
+    resumed = [{"step": 30, "at": "2026-01-01T00:00:30Z", "world_size": 2, "before": before}]
+    record = make(tmp_path / "run", steps, world_size=2, resumed=resumed, finished_at="2026-01-01T00:02:00Z")
+    time = account_for_time(record)
+    assert (time.parts["stalls"], time.parts["training"]) == (10.0, 30 * 1.0 + 20 * 4.0)
+    assert time.goodput == pytest.approx(110 / 120)
+
+
+def test_steps_discarded_by_a_later_restart_count_for_no_earlier_segment(tmp_path: Path) -> None:
+    steps = [{"step_time_s": 2.0, "data_time_s": 0.0}] * 30
+    resumed = [
+        {"step": 20, "at": "2026-01-01T00:01:00Z", "world_size": 4},
+        {"step": 5, "at": "2026-01-01T00:01:10Z", "world_size": 4},  # from an older checkpoint: 15 steps again
+    ]
+    record = make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T00:02:10Z")
+    assert record.segment_indices() == [0] * 5 + [2] * 25
+    time = account_for_time(record)
+    assert time.parts["restarts"] == pytest.approx((60 - 5 * 2) + 10)
+    assert time.parts["other"] == pytest.approx(130 - 60 - 60)
+
+
+def test_unrecorded_time_is_unknown(tmp_path: Path) -> None:
+    time = account_for_time(make(tmp_path / "run", [{"step_time_s": 2.0}] * 5, started_at="yesterday"))
+    assert (time.elapsed_s, time.goodput, time.gpu_hours) == (None, None, None)
+    assert time.parts["training"] == pytest.approx(10)
+    assert "other" not in time.parts
+    older = account_for_time(make(tmp_path / "older", [{"loss": 1.0}] * 5))
+    assert not any(seconds for name, seconds in older.parts.items() if name != "other")
+
+
+def test_downtime_before_a_restart_is_not_counted_as_gpu_hours(tmp_path: Path) -> None:
+    before = {"world_size": 8, "until": "2026-01-01T00:00:40Z", "exit": {"code": 75, "reason": "stopped"}}
+    resumed = [{"step": 10, "at": "2026-01-01T02:00:00Z", "world_size": 2, "before": before}]
+    steps = [{"step_time_s": 2.0, "data_time_s": 0.0}] * 30
+    record = make(tmp_path / "run", steps, resumed=resumed, finished_at="2026-01-01T02:00:50Z")
+    assert account_for_time(record).gpu_hours == pytest.approx((8 * 40 + 2 * 50) / 3600)
+
+
+CONFIG = str(ROOT / "configs" / "tiny_lora.yaml")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run two steps with a threshold that they miss."""
+    root = tmp_path_factory.mktemp("ended")
+    overrides = ["success.max_final_loss=0.001", "success.min_tokens_per_s_per_gpu=1e9"]
+    result: dict[str, Any] = run_ranks(run_on_rank, 1, arguments_for(root, *overrides))[0]
+    return {**result, "path": root / "run"}
+
+
+def test_a_run_that_misses_its_thresholds_completes_and_reports_them(
+    ended: dict[str, Any],
+) -> None:
+    assert ended["code"] == 0  # a non-zero code would make launchers restart the run
+    described = json.loads((ended["path"] / "run.json").read_text())
+    statuses = {one["name"]: one["status"] for one in described["success"]}
+    assert statuses["loss, mean of the last 20 steps"] == "FAIL"
+    assert statuses["tokens/s per GPU, median"] == "not measured"  # on a CPU
+    assert statuses["final checkpoint"] == "PASS"
+    assert statuses["tool-call accuracy"] == "not measured"
+    assert re.search(r"success: FAIL +loss, mean of the last 20 steps +< 0\.001 +\d", ended["out"])
+    assert main(["report", str(ended["path"]), "--out", str(ended["path"].parent / "page.html")]) == 1
+
+
+def test_the_command_and_the_device_are_recorded_and_on_the_page(ended: dict[str, Any], tmp_path: Path) -> None:
+    record = read_run(ended["path"])
+    assert record.run["command"][1:] == arguments_for(ended["path"].parent, *record.run["command"][-2:])
+    assert record.run["device"].startswith("cpu, ")
+    assert record.run["device_memory_gib"] is None
+    write_run_html([record], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert f"--config {CONFIG}" in text
+    assert record.notes() == []
+
+
+def test_the_times_of_a_real_run_add_up(ended: dict[str, Any]) -> None:
+    from fctune.runs.figures import account_for_time
+
+    record = read_run(ended["path"])
+    time = account_for_time(record)
+    begun = datetime.fromisoformat(record.run["started_at"])
+    assert time.elapsed_s == max(1.0, (datetime.fromisoformat(record.run["finished_at"]) - begun).total_seconds())
+    steps = sum(value or 0.0 for value in record.metrics.column("step_time_s"))
+    waited = sum(value or 0.0 for value in record.metrics.column("save_wait_s"))
+    named = sum(time.parts[name] for name in ("training", "data", "stalls", "first steps"))
+    assert named + waited == pytest.approx(steps)
+    closing = record.run["closing"]
+    between = sum(value or 0.0 for value in record.metrics.column("save_time_s"))
+    assert time.parts["saves"] == pytest.approx(waited + between + closing["save_s"])
+    assert time.parts["export"] == closing["export_s"] > 0
+    assert time.parts["validation"] == record.metrics.column("validation_time_s")[-1]
+    assert sum(time.parts.values()) <= time.elapsed_s + 1  # recorded times have a resolution of one second
+
+
+def test_a_config_without_thresholds_is_not_judged(tmp_path: Path) -> None:
+    assert load_config(CONFIG, ["output_dir=x", "success=null"]).success is None
+    assert load_config(CONFIG, ["success={}"]).success == SuccessConfig()
+    assert load_config(CONFIG, ["success.min_accuracy=null"]).success == SuccessConfig(min_accuracy=None)
+
+
+@pytest.mark.parametrize(
+    ("override", "due"),
+    [
+        ("success.min_accuracy=85", "success.min_accuracy=85.0: expected 0 or more and at most 1"),
+        ("success.min_acuracy=0.9", "unknown key; did you mean success.min_accuracy"),
+    ],
+)
+def test_an_invalid_threshold_is_an_error(override: str, due: str) -> None:
+    with pytest.raises(ConfigError, match=due):
+        load_config(CONFIG, [override])

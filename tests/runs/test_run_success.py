@@ -1,19 +1,25 @@
-"""Success criteria of a run, judged from its files."""
+"""Success criteria are judged by the figures of a run and by the speed that was measured of its own model."""
 
 from __future__ import annotations
 
+import json
+import os
+import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fctune.apps.report.page import Page
 from fctune.apps.report.run_sections import add_success
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.success import SuccessConfig
-from fctune.runs.record import read_run
-from fctune.runs.success import Criterion, is_success, judge_run
+from fctune.pages.page import Page
+from fctune.runs.figures import describe_run
+from fctune.runs.record import MetricsFile, RunRecord, read_run
+from fctune.runs.success import Criterion, find_throughput, is_success, judge_run
 from tests.runs.sample_runs import change_run, make_run, make_steps, write_steps
 
 
@@ -170,3 +176,102 @@ def test_the_table_shows_status_threshold_and_result(tmp_path: Path) -> None:
     text = page.render()
     assert re.search(r'<td class="bad"[^>]*>FAIL</td><td[^>]*>loss</td>', text)
     assert re.search(r"<td[^>]*>&lt; 1.5</td><td[^>]*>2</td>", text)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 99, 100, 101, 700])
+def test_the_99th_percentile_is_the_nearest_rank(num_steps: int, tmp_path: Path) -> None:
+    times = [float(n) for n in range(num_steps)]
+    random.Random(0).shuffle(times)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": n, "step_time_s": t}) + "\n" for n, t in enumerate(times, 1)))
+    metrics = MetricsFile(path)
+    metrics.update()
+    assert metrics.quantile("step_time_s", 0.99) == np.percentile(times, 99, method="inverted_cdf")
+
+
+def make_shrinking_run(path: Path, **metrics: float) -> RunRecord:
+    """Write 200 steps of 8 ranks at 8,000 tokens/s, then 50 of 2 ranks at 2,000: 1,000 per rank throughout."""
+    directory = make_run(path, 1)
+    speeds: list[dict[str, Any]] = [{"step": step, "tokens_per_s": 8000.0, **metrics} for step in range(1, 201)]
+    speeds += [{"step": step, "tokens_per_s": 2000.0, **metrics} for step in range(201, 251)]
+    directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in speeds))
+    before = {"world_size": 8, "until": "2026-01-01T00:00:40Z", "exit": None}
+    change_run(directory, resumed=[{"step": 200, "world_size": 2, "before": before}], world_size=2)
+    return read_run(path)
+
+
+def test_the_speed_per_rank_uses_the_number_of_ranks_of_each_step(tmp_path: Path) -> None:
+    record = make_shrinking_run(tmp_path / "run", tokens_per_s_per_device=1000.0)
+    assert describe_run(record).tokens_per_s_per_rank == 1000
+    judged = {one.name: one for one in judge_run(record, SuccessConfig(min_tokens_per_s_per_gpu=2000))}
+    assert judged["tokens/s per GPU, median"].status == "FAIL"
+
+
+def test_the_speed_per_rank_is_unknown_if_it_was_not_recorded_and_the_ranks_changed(tmp_path: Path) -> None:
+    record = make_shrinking_run(tmp_path / "older")
+    assert describe_run(record).tokens_per_s == 8000
+    assert describe_run(record).tokens_per_s_per_rank is None
+
+
+def write(path: Path, *rows: tuple[str, int, float], age_s: float = 0.0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = [{"model": model, "width": width, "tokens_per_s": speed, "num_tokens": 1} for model, width, speed in rows]
+    path.write_text(json.dumps(found))
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age_s))
+
+
+def find_best(run: Path) -> tuple[float, int] | None:
+    found = find_throughput(read_run(run))
+    return None if found is None else (found.tokens_per_s, found.width)
+
+
+def test_the_fastest_width_of_the_runs_own_model_is_used(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 3)
+    assert find_best(tmp_path / "run") is None
+    own, base = str(tmp_path / "run"), "models/base"
+    write(tmp_path / "throughput.json", (base, 32, 900.0), (own, 1, 40.0), (own, 8, 150.0))
+    assert find_best(tmp_path / "run") == (150.0, 8)
+
+
+def test_the_newest_file_is_used_and_a_servers_only_inside_the_run(tmp_path: Path) -> None:
+    change_run(make_run(tmp_path / "run", 3), started_at="2020-01-01T00:00:00Z")
+    write(tmp_path / "eval" / "throughput.json", (str(tmp_path / "run" / "export"), 8, 10.0), age_s=100)
+    write(tmp_path / "run" / "server-throughput.json", ("http://127.0.0.1:8000", 16, 700.0), age_s=50)
+    write(tmp_path / "throughput.json", ("http://127.0.0.1:9000", 16, 9000.0))  # of an unknown model
+    assert find_best(tmp_path / "run") == (700.0, 16)
+
+
+def test_results_older_than_the_run_are_ignored(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 3)
+    write(tmp_path / "throughput.json", (str(tmp_path / "run"), 8, 150.0), age_s=100)
+    assert find_best(tmp_path / "run") is None
+
+
+ROW = '[{"model": "RUN", "width": %s, "tokens_per_s": %s}]'
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "[1]", '{"model": 1}', '[{"model": "x", "width": 1}]', ROW % ("null", 1), ROW % (1, '"x"')],
+)
+def test_files_with_other_contents_are_ignored(content: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 3)
+    (tmp_path / "run" / "throughput.json").write_text(content.replace("RUN", str(tmp_path / "run")))
+    assert find_best(tmp_path / "run") is None
+
+
+def test_the_commands_output_is_readable(tmp_path: Path, tiny_base: Path) -> None:
+    from eval import throughput
+
+    make_run(tmp_path / "run", 3)
+    merged, out = tmp_path / "run" / "export" / "merged", tmp_path / "run" / "throughput.json"
+    shutil.copytree(tiny_base, merged)
+    small = ["--widths", "1,2", "--rounds", "1", "--new-tokens", "4", "--suite", "smoke"]
+    assert throughput.main(["--model", str(merged), *small, "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    found = find_best(tmp_path / "run")
+    assert found is not None
+    assert found[0] == max(row["tokens_per_s"] for row in rows)
+    judged = {one.name: one for one in judge_run(read_run(tmp_path / "run"))}
+    criterion = judged[f"inference tokens/s, {found[1]} prompts at a time"]
+    assert (criterion.value, criterion.status) == (found[0], "PASS" if found[0] >= 100 else "FAIL")

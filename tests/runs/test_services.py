@@ -23,13 +23,11 @@ import torch
 
 from fctune.base.distributed import World
 from fctune.config.sections.telemetry import PrometheusConfig, WandbConfig
-from fctune.runs.alert_monitor import AlertMonitor
 from fctune.runs.alerts import Alert
-from fctune.runs.background import BackgroundSink
+from fctune.runs.directory import RunDirectory
 from fctune.runs.names import METRICS
 from fctune.runs.services import PrometheusSink, TensorBoardSink, WandbSink
-from fctune.runs.sinks import SinkGroup
-from fctune.training.run_directory import RunDirectory
+from fctune.runs.sinks import AlertMonitor, BackgroundSink, SinkGroup
 from fctune.training.setup import open_sinks
 from tests.conftest import ROOT
 from tests.runs.wandb_server import WandbServer
@@ -191,7 +189,7 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 from fctune.config.sections.telemetry import WandbConfig
-from fctune.runs.background import BackgroundSink
+from fctune.runs.sinks import BackgroundSink
 from fctune.runs.services import TensorBoardSink, WandbSink
 from fctune.runs.sinks import SinkGroup
 

@@ -9,7 +9,7 @@ from shutil import copytree
 import pytest
 from safetensors.torch import load_file, save_file
 
-from fctune.apps.launch.gguf_export import GgufExport, export_gguf
+from fctune.apps.serve.gguf_export import GgufExport, export_gguf
 from fctune.cli import main
 from tests.ranks import find_port
 from tests.serving.measuring import Record, Rows, count_correct, count_same, measure

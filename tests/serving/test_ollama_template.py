@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fctune.apps.launch.ollama import make_modelfile
+from fctune.apps.serve.ollama import make_modelfile
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from tests.apps.launch.go_template import render_go, to_go
+from tests.apps.serve.go_template import render_go, to_go
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.serving

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fctune.apps.launch.env_overrides import resolve_launch
+from fctune.training.env_overrides import resolve_launch
 from tests.conftest import ROOT
 from tests.ranks import find_port
 from tests.sky.task_files import SKY, load

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fctune.apps.launch.checks import check_length
+from fctune.apps.preflight.checks import check_length
 from fctune.base.distributed import World
 from fctune.config.loading import load_config
 from fctune.config.sections.telemetry import WandbConfig

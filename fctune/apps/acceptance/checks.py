@@ -10,8 +10,7 @@ from typing import Any
 
 from fctune.apps.acceptance.config import AcceptanceConfig
 from fctune.apps.acceptance.devices import THROTTLED, UNIFORM
-from fctune.apps.acceptance.judge import Check, Culprit, Judge, Samples
-from fctune.apps.acceptance.link_checks import judge_collectives, judge_data, judge_pairs
+from fctune.apps.acceptance.judge import Check, Culprit, Judge, Samples, judge_collectives, judge_data, judge_pairs
 from fctune.apps.acceptance.metrics import DISKS, compute_slowdowns, find_outliers, percentile
 from fctune.apps.acceptance.storage import WORKLOADS
 from fctune.apps.acceptance.watch import EarlyEnd

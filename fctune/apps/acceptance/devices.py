@@ -27,7 +27,7 @@ from fctune.apps.acceptance.fault_injection import FaultInjector
 from fctune.apps.acceptance.session import Session
 from fctune.base.distributed import World
 from fctune.runs.device import compute_capability, read_device, total_memory
-from fctune.training.run_directory import installed_versions
+from fctune.runs.directory import installed_versions
 
 # Properties that must be equal on all ranks, so that they run the same program at the same speed.
 UNIFORM = ("device", "memory_gib", "capability", "driver", "cuda", "nccl", "torch", "python", "packages", "cores")

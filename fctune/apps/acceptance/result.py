@@ -15,11 +15,11 @@ import jsonschema
 
 from fctune.apps.acceptance.config import AcceptanceConfig
 from fctune.apps.acceptance.devices import UNIFORM
-from fctune.apps.acceptance.judge import Check, Samples, decide
-from fctune.apps.acceptance.link_checks import list_bandwidths
+from fctune.apps.acceptance.judge import Check, Samples, decide, list_bandwidths
 from fctune.apps.acceptance.metrics import METRICS
 from fctune.base.errors import ConfigError
 from fctune.base.files import write_atomically
+from fctune.runs.directory import RunFiles
 
 VERSION = 2
 RESULT_FILE = "acceptance.json"
@@ -70,7 +70,7 @@ def write_result(result: Result, folder: Path) -> Path:
     # Launch scripts read exit.json, as every run writes it.
     code = 0 if result["verdict"] == "PASS" else 1
     ended = {"code": code, "reason": result["reason"], "step": 0, "checkpoint": None}
-    write_atomically(folder / "exit.json", json.dumps(ended, indent=2) + "\n")
+    write_atomically(RunFiles(folder).exit, json.dumps(ended, indent=2) + "\n")
     return folder / RESULT_FILE
 
 

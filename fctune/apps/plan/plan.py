@@ -2,115 +2,106 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fctune.apps.plan.data_size import DataSize, count_steps, measure_data
-from fctune.apps.plan.memory import MemoryModel
-from fctune.apps.plan.memory_timeline import Peak, Setting
-from fctune.apps.plan.models import (
-    check_run,
-    extend_architecture,
-    find_architecture,
-    find_planned_tokens,
-    list_overrides,
-    shape_model,
-)
-from fctune.apps.plan.plan_request import PlanRequest
-from fctune.apps.plan.prices import CURRENCY, Cost
-from fctune.apps.plan.rollouts import RolloutPlan
-from fctune.apps.plan.speed import MEASURED_RANGE, UNMEASURED_RANGE, Flops, KernelTimes, StepTime
-from fctune.apps.plan.startup import Startup
-from fctune.apps.plan.storage import Storage
-from fctune.apps.plan.variants import Estimate, ScalingPoint, Variant, VariantSearch, recommend
-from fctune.base.errors import ConfigProblems
+from fctune.apps.plan.estimate import Estimate, estimate_run
+from fctune.apps.plan.request import PlanRequest
+from fctune.base.errors import ConfigError, ConfigProblems
+from fctune.base.gpus import GPUS
 from fctune.config.intervals import parse_interval
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import RunConfig
-from fctune.data.prepared_set import resolve_batch_size
-from fctune.models.architecture import Architecture
+from fctune.data.data_size import DataSize, count_steps
+from fctune.models.planned_model import extend_architecture, find_architecture
+from fctune.models.precision import choose_precision
+from fctune.parallel.memory import Peak, Setting
+from fctune.parallel.search import LayoutSearch, Variant, list_overrides
+from fctune.parallel.speed import MEASURED_RANGE, UNMEASURED_RANGE, Flops, KernelTimes
+from fctune.runs.prices import CURRENCY
 
 VERSION = 2  # of the JSON
+
+# Doubling the GPUs of a run of unknown length pays off if it makes a step at least this much faster.
+WORTHWHILE_SPEEDUP = 1.6
+
+# How much dearer than the cheapest number of nodes a recommended one may be.
+MAX_EXTRA_COST = 0.1
+
+_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingPoint:
+    """Fastest variant on a number of nodes; None if nothing fits."""
+
+    nodes: int
+    best: Variant | None
+    estimate: Estimate | None
+    pays: bool  # worth doubling the previous number of nodes, if the run is long
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of the run, start-up included; None if unknown."""
+        return None if self.estimate is None else self.estimate.hours
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours of all GPUs that are paid for; None if unknown."""
+        return None if self.estimate is None or self.hours is None else self.hours * self.estimate.num_gpus
+
+    @property
+    def cost(self) -> float | None:
+        """Cost of all parts; None without a price or a known number of steps."""
+        return None if self.estimate is None or self.estimate.cost is None else self.estimate.cost.total
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Memory, time, cost and storage of a run, as estimated before its launch."""
 
-    config: RunConfig
     request: PlanRequest
+    search: LayoutSearch
     shape_source: str  # where the model's sizes come from
     num_parameters: int
     num_trained: int
-    has_experts: bool
-    tokens_note: str  # on tokens that look untrained in the base; may be empty
     setting: Setting
     layout_reason: str
     peak: Peak
     largest_micro_batch: int
     flops: Flops
-    compute_width: int  # bytes per element in matrix products
     kernel_times: KernelTimes
     estimate: Estimate
-    rows: DataSize | None
     num_steps: int | None
     variants: list[Variant]
-    scaling: list[ScalingPoint] = field(default_factory=list)
+    scaling: list[ScalingPoint]  # empty if no other numbers of nodes were requested
 
     @property
-    def world_size(self) -> int:
-        """GPUs of all nodes together."""
-        return self.request.nodes * self.request.gpus_per_node
+    def config(self) -> RunConfig:
+        """Config of the run, with the batch size that its data resolves to."""
+        return self.search.config
 
     @property
-    def num_gpus(self) -> int:
-        """GPUs that are paid for: those that train, and those of the server in reinforcement."""
-        return self.estimate.num_gpus
+    def rows(self) -> DataSize | None:
+        """Size of the data; None if it is unknown."""
+        return self.search.rows
 
     @property
-    def time(self) -> StepTime:
-        """Time of a step's parts, without generation."""
-        return self.estimate.time
-
-    @property
-    def step_s(self) -> float:
-        """Seconds per optimizer step; in reinforcement with the generation of its answers, if none is dropped."""
-        return self.estimate.step_s
-
-    @property
-    def rollouts(self) -> RolloutPlan | None:
-        """Plan of the answers generated in reinforcement."""
-        return self.estimate.rollouts
-
-    @property
-    def storage(self) -> Storage:
-        """Files of the run and the cost of saving them."""
-        return self.estimate.storage
-
-    @property
-    def startup(self) -> Startup:
-        """Time before the first step."""
-        return self.estimate.startup
+    def gpu_rate(self) -> float:
+        """Peak TFLOP/s of the GPU in the dtype of the run's matrix products."""
+        return self.request.gpu.tflops(self.search.memory.precision.compute_dtype.itemsize)
 
     @property
     def efficiency(self) -> float:
         """Share of the GPU's peak rate that a step's arithmetic reaches, without waiting for the network."""
         if self.request.efficiency is not None:
             return self.request.efficiency
-        return self.flops.total / (self.request.gpu.tflops(self.compute_width) * 1e6 * self.kernel_times.total)
-
-    @property
-    def num_packs(self) -> int:
-        """Packs of a step, over all GPUs."""
-        batch = self.config.global_batch_size
-        return batch if self.rows is None else min(batch, self.rows.packs)
+        return self.flops.total / (self.gpu_rate * 1e6 * self.kernel_times.total)
 
     @property
     def num_idle(self) -> int:
         """GPUs that have no data in any step: a run warns of them, and they wait for the others."""
-        return max(0, self.world_size - self.num_packs)
+        return max(0, self.search.world_size - self.search.packs)
 
     @property
     def margin_bytes(self) -> int:
@@ -132,8 +123,8 @@ class Plan:
         """Settings that do not suit the length of the run; empty if that is unknown."""
         if self.num_steps is None:
             return []
-        packs = None if self.rows is None else self.rows.packs
-        return find_length_warnings(self.config, RunLength(self.num_steps, packs, self.step_s, self.storage.save_s))
+        packs, made = None if self.rows is None else self.rows.packs, self.estimate
+        return find_length_warnings(self.config, RunLength(self.num_steps, packs, made.step_s, made.storage.save_s))
 
     @property
     def warmup_steps(self) -> int | None:
@@ -147,32 +138,23 @@ class Plan:
         every = parse_interval(self.config.checkpoint.every)
         if self.num_steps is None and every.share is not None:
             return None
-        return every.in_steps(self.num_steps or 0, self.step_s)
-
-    @property
-    def hours(self) -> float | None:
-        """Hours of start-up, and of training with the expected saves and failures; without evaluation."""
-        return self.estimate.hours
+        return every.in_steps(self.num_steps or 0, self.estimate.step_s)
 
     @property
     def error_range(self) -> tuple[float, float]:
         """Training time of a run like this, as shares of the planned one: the shortest and the longest to expect."""
-        is_like_measured = self.config.compile and self.request.gpu.name == "h100" and self.world_size == 1
-        return MEASURED_RANGE if is_like_measured and not self.has_experts else UNMEASURED_RANGE
+        is_like_measured = self.config.compile and self.request.gpu.name == "h100" and self.search.world_size == 1
+        has_experts = bool(self.search.architecture.expert_names)
+        return MEASURED_RANGE if is_like_measured and not has_experts else UNMEASURED_RANGE
 
     @property
     def hours_range(self) -> tuple[float, float] | None:
-        """``hours`` at both ends of ``error_range``; None with a given efficiency, unknown steps, or rollouts."""
-        training = self.estimate.training_hours
-        if training is None or self.rollouts is not None or self.request.efficiency is not None:
+        """Hours at both ends of ``error_range``; None with a given efficiency, unknown steps, or rollouts."""
+        made = self.estimate
+        if made.training_hours is None or made.rollouts is not None or self.request.efficiency is not None:
             return None
-        low, high = (self.startup.total_s / 3600 + share * training for share in self.error_range)
+        low, high = (made.startup.total_s / 3600 + share * made.training_hours for share in self.error_range)
         return low, high
-
-    @property
-    def cost(self) -> Cost | None:
-        """Cost of the run by part; None without a price of a GPU-hour or a known number of steps."""
-        return self.estimate.cost
 
     @property
     def recommended(self) -> ScalingPoint | None:
@@ -183,12 +165,17 @@ class Plan:
     def egress_gib(self) -> float:
         """Traffic to the internet in GiB: as requested, or the export published once. What is downloaded is free."""
         requested = self.request.egress_gib
-        return self.storage.export_bytes / 2**30 if requested is None else requested
+        return self.estimate.storage.export_bytes / 2**30 if requested is None else requested
+
+    def list_remedies(self) -> list[str]:
+        """List changes that could help a run that fits in no layout."""
+        return self.search.list_remedies([variant.peak for variant in self.variants] or [self.peak])
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain values in the layout of ``VERSION``: bytes and seconds, None if unknown."""
-        request, hours = self.request, self.hours
-        gpu_hours = None if hours is None else hours * self.num_gpus
+        request, made = self.request, self.estimate
+        hours, cost = made.hours, made.cost
+        gpu_hours = None if hours is None else hours * made.num_gpus
         return {
             "version": VERSION,
             "config": self.config.to_dict(),
@@ -196,7 +183,7 @@ class Plan:
                 "shape": self.shape_source,
                 "num_parameters": self.num_parameters,
                 "num_trained": self.num_trained,
-                "tokens": self.tokens_note,
+                "tokens": self.search.tokens_note,
             },
             "gpu": asdict(request.gpu),
             "nodes": request.nodes,
@@ -210,24 +197,28 @@ class Plan:
             "memory": self.peak.footprint.to_json()
             | {"phase": self.peak.phase, "fits": self.fits, "margin": self.margin_bytes},
             "largest_micro_batch": self.largest_micro_batch,
-            "data": None if self.rows is None else self.rows.to_json(),
+            "data": _to_json(self.rows, "padding_share"),
             "num_steps": self.num_steps,
             "warmup_steps": self.warmup_steps,
             "save_steps": self.save_steps,
             "warnings": self.warnings,
-            "step": self.time.to_json()
-            | {"flops_per_token": asdict(self.flops) | {"total": self.flops.total}, "efficiency": self.efficiency},
-            "kernels_us_per_token": self.kernel_times.to_json(),
-            "startup": self.startup.to_json(),
-            "training_hours": self.estimate.training_hours,
+            "step": {
+                **asdict(made.time),
+                "total_s": made.time.total_s,
+                "flops_per_token": _to_json(self.flops, "total"),
+                "efficiency": self.efficiency,
+            },
+            "kernels_us_per_token": _to_json(self.kernel_times, "total"),
+            "startup": _to_json(made.startup, "total_s"),
+            "training_hours": made.training_hours,
             "hours": hours,
             "hours_range": self.hours_range,
             "gpu_hours": gpu_hours,
             "cost": None if gpu_hours is None or request.price is None else gpu_hours * request.price,
-            "costs": None if self.cost is None else asdict(self.cost) | {"total": self.cost.total},
+            "costs": _to_json(cost, "total"),
             "currency": self.config.currency,
-            "storage": self.storage.to_json(),
-            "rollouts": None if self.rollouts is None else self.rollouts.to_json(),
+            "storage": _to_json(made.storage, "total_bytes"),
+            "rollouts": _to_json(made.rollouts, "fits", "batch_s"),
             "variants": [self._describe(v) for v in self.variants],
             "fastest": None if self.fastest is None else self._describe(self.fastest),
             "search": [
@@ -254,6 +245,11 @@ class Plan:
         }
 
 
+def _to_json(value: Any, *derived: str) -> dict[str, Any] | None:
+    """Return the fields of a dataclass with some of its properties; None for None."""
+    return None if value is None else asdict(value) | {name: getattr(value, name) for name in derived}
+
+
 def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     """Plan a config on the requested machines.
 
@@ -263,40 +259,44 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         DataError: The prepared set is damaged.
     """
     request = replace(request, price=_choose_price(config, request))
-    world_size = request.nodes * request.gpus_per_node
-    architecture, model_dir, shape_source = _find_model(config, request)
-    tokens = find_planned_tokens(config, architecture, model_dir)
-    model = shape_model(config, architecture, token_ids=tokens.ids)
-    rows = measure_data(config, model_dir, request.rows, request.mean_tokens, world_size)
-    # Without a known data size, packs are taken to be full.
-    config = resolve_batch_size(config, *((config.data.seq_len, 1) if rows is None else (rows.tokens, rows.packs)))
-    supervised_share = 1.0 if rows is None else rows.supervised / rows.slots
-    memory = MemoryModel(model, config, request.gpu.memory_bytes, supervised_share)
-    search = VariantSearch(config, request, model, memory, rows)
+    problems = ConfigProblems()
+    found = problems.collect(lambda: find_architecture(config.model.path, request.model, config.model.source))
+    problems.collect(lambda: _check_precision(config, request))
+    problems.raise_all()
+    assert found is not None
+    architecture, model_dir, shape_source = found
+    search = LayoutSearch(
+        config,
+        *extend_architecture(config, architecture, model_dir),
+        gpu=request.gpu,
+        nodes=request.nodes,
+        gpus_per_node=request.gpus_per_node,
+        rows=request.rows,
+        mean_tokens=request.mean_tokens,
+        efficiency=request.efficiency,
+    )
     setting, reason = search.configured()
-    peak = memory.peak(setting)
-    num_steps = config.max_steps if config.grpo is not None else count_steps(config, rows)
-    most = math.ceil(config.global_batch_size / world_size)
+    peak = search.memory.peak(setting)
+    num_steps = config.max_steps
+    if config.grpo is None and search.rows is not None:
+        num_steps = count_steps(search.config, search.rows.packs)
+    parameters = search.memory.all.tensors
     return Plan(
-        config=config,
         request=request,
+        search=search,
         shape_source=shape_source,
-        num_parameters=search.num_parameters,
-        num_trained=sum(t.numel for t in memory.all.tensors if t.is_trained),
-        has_experts=bool(architecture.expert_names),
-        tokens_note=tokens.note,
+        num_parameters=sum(t.numel for t in parameters),
+        num_trained=sum(t.numel for t in parameters if t.is_trained),
         setting=setting,
         layout_reason=reason,
         peak=peak,
-        largest_micro_batch=memory.largest_micro_batch(setting, most, config.global_batch_size),
+        largest_micro_batch=search.largest_micro_batch(setting),
         flops=search.flops(setting),
-        compute_width=memory.precision.compute_dtype.itemsize,
         kernel_times=search.kernel_times(setting),
-        estimate=search.estimate(setting, peak, search.time(setting), num_steps),
-        rows=rows,
+        estimate=estimate_run(search, request, setting, peak, search.time(setting), num_steps),
         num_steps=num_steps,
         variants=search.variants(request.nodes),
-        scaling=search.scale(num_steps) if request.is_searching else [],
+        scaling=_scale(search, request, num_steps) if request.is_searching else [],
     )
 
 
@@ -310,29 +310,47 @@ def _choose_price(config: RunConfig, request: PlanRequest) -> float | None:
     return None if listed is None else listed.price
 
 
-def _find_model(config: RunConfig, request: PlanRequest) -> tuple[Architecture, Path | None, str]:
-    """Check the run, and return the sizes of its model, the model's directory, and the source of the sizes."""
-    problems = ConfigProblems()
-    found = problems.collect(lambda: find_architecture(config.model.path, request.model, config.model.source))
-    problems.collect(lambda: check_run(config, request.gpu))
-    problems.raise_all()
-    assert found is not None
-    architecture, model_dir, source = found
-    return *extend_architecture(config, architecture, model_dir), source
+def _check_precision(config: RunConfig, request: PlanRequest) -> None:
+    """Check that a GPU supports the precision of a run; a GPU described by options is assumed to."""
+    precision = choose_precision(config.precision, config.adapter is not None, "cuda")
+    is_base = config.adapter is not None and config.adapter.base == "float8"
+    known = GPUS.get(request.gpu.name)
+    if known is not None and known.fp8_tflops is None and (precision.has_float8_matmuls or is_base):
+        key = "adapter.base=float8" if is_base else f"precision={config.precision}"
+        raise ConfigError(
+            f"{key}: --gpu {known.name} has no float8 matrix products, so the run would not start. Use bf16, or "
+            f"one of these GPUs: {', '.join(name for name, gpu in GPUS.items() if gpu.fp8_tflops is not None)}."
+        )
 
 
-def list_remedies(plan: Plan) -> list[str]:
-    """List changes that could help a run that fits in no layout."""
-    config, remedies = plan.config, ["more or larger GPUs"]
-    if config.adapter is None:
-        remedies += ["an adapter instead of all weights", "an 8-bit optimizer"]
-    elif config.adapter.base != "nf4" and not plan.has_experts:
-        remedies.append("adapter.base=nf4")
-    smallest = min(
-        (variant.peak for variant in plan.variants), key=lambda peak: peak.footprint.total, default=plan.peak
-    )
-    if smallest.footprint.of_batch > smallest.footprint.total / 4:
-        remedies.append(f"data.seq_len below {config.data.seq_len}")
-    if config.parallel.cpu_offload or config.parallel.expert > 1:  # experts that are spread are not offloaded
-        return remedies
-    return [*remedies, f"parallel.cpu_offload=true{' parallel.mode=fsdp' if config.parallel.mode == 'ddp' else ''}"]
+def _scale(search: LayoutSearch, request: PlanRequest, num_steps: int | None) -> list[ScalingPoint]:
+    """Return the fastest variant for each number of nodes that the global batch can be split over."""
+    points: list[ScalingPoint] = []
+    for nodes in _NODES:
+        if nodes * request.gpus_per_node > search.config.global_batch_size:
+            break
+        fitting = [variant for variant in search.variants(nodes) if variant.fits]
+        best = min(fitting, key=lambda variant: variant.time.total_s, default=None)
+        estimate, pays = None, best is not None
+        if best is not None:
+            estimate = estimate_run(search, request, best.setting, best.peak, best.time, num_steps)
+            if points and (before := points[-1].best) is not None:
+                pays = points[-1].pays and before.time.total_s / best.time.total_s >= WORTHWHILE_SPEEDUP
+        points.append(ScalingPoint(nodes, best, estimate, pays))
+    return points
+
+
+def recommend(points: list[ScalingPoint], deadline_hours: float | None = None) -> ScalingPoint | None:
+    """Choose a number of nodes: the cheapest that meets the deadline; None if none does, or hours are unknown.
+
+    Without a deadline, it is the fastest of those that are at most ``MAX_EXTRA_COST`` dearer than the cheapest. Without
+    a price, GPU-hours are compared.
+    """
+    costs = {point.nodes: point.gpu_hours if point.cost is None else point.cost for point in points}
+    timed = [(point, point.hours, cost) for point in points if point.hours and (cost := costs[point.nodes]) is not None]
+    if deadline_hours is not None:
+        in_time = [(cost, hours, point) for point, hours, cost in timed if hours <= deadline_hours]
+        return min(in_time, key=lambda found: found[:2])[2] if in_time else None
+    least = min((cost for _, _, cost in timed), default=0.0)
+    cheap = [(hours, cost, point) for point, hours, cost in timed if cost <= (1 + MAX_EXTRA_COST) * least]
+    return min(cheap, key=lambda found: found[:2])[2] if cheap else None

@@ -7,18 +7,16 @@ from dataclasses import asdict, fields
 from rich.console import Console
 from rich.table import Table
 
-from fctune.apps.plan.models import format_overrides, list_overrides
-from fctune.apps.plan.plan import Plan, list_remedies
-from fctune.apps.plan.plan_request import FAILURES_PER_GPU_DAY
-from fctune.apps.plan.prices import Cost
-from fctune.apps.plan.rollouts import RolloutPlan
-from fctune.apps.plan.speed import MEASURED_RANGE
-from fctune.apps.plan.startup import IMAGE_GB, PREPARED_TOKENS_S
-from fctune.apps.plan.storage import MAX_LOST_SHARE
-from fctune.apps.plan.variants import MAX_EXTRA_COST, WORTHWHILE_SPEEDUP, ScalingPoint, Variant
+from fctune.apps.plan.estimate import IMAGE_GB, PREPARED_TOKENS_S, RolloutPlan
+from fctune.apps.plan.plan import MAX_EXTRA_COST, WORTHWHILE_SPEEDUP, Plan, ScalingPoint
+from fctune.apps.plan.request import FAILURES_PER_GPU_DAY
 from fctune.base.terminal import print_full_width
 from fctune.config.intervals import format_count, format_duration, parse_interval
 from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
+from fctune.parallel.search import Variant, format_overrides, list_overrides
+from fctune.parallel.speed import MEASURED_RANGE
+from fctune.parallel.storage import MAX_LOST_SHARE
+from fctune.runs.prices import Cost
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -27,12 +25,12 @@ def print_plan(console: Console, plan: Plan) -> None:
     gpus = f"{request.nodes} x {request.gpus_per_node} {request.gpu.name}"
     _say(console, f"{plan.config.model.path}: {plan.num_parameters:,} parameters, {plan.num_trained:,} trained")
     _say(console, f"  sizes from: {plan.shape_source}")
-    if plan.tokens_note:
-        _say(console, f"  {plan.tokens_note}")
+    if plan.search.tokens_note:
+        _say(console, f"  {plan.search.tokens_note}")
     _say(console, f"{gpus} ({request.gpu.source}; {request.gpu.machine})")
     _say(console, f"  {_describe_layout(setting.mode, setting.replicate, setting.shard)} ({plan.layout_reason})")
     if plan.num_idle:
-        of, packs = f"{plan.num_idle} of {plan.world_size} GPUs", format_count(plan.num_packs, "pack")
+        of, packs = f"{plan.num_idle} of {plan.search.world_size} GPUs", format_count(plan.search.packs, "pack")
         remedy = "use fewer GPUs, or a larger global_batch_size"
         _say(console, f"  {of} have no data: a step has {packs}; {remedy}", "yellow")
     console.print()
@@ -84,15 +82,15 @@ def _print_variants(console: Console, plan: Plan) -> None:
         )
     print_full_width(console, table)
     if fastest is None:
-        _say(console, f"nothing fits; options: {', '.join(list_remedies(plan))}", "red")
+        _say(console, f"nothing fits; options: {', '.join(plan.list_remedies())}", "red")
     else:
         overrides = format_overrides(list_overrides(plan.config, fastest.setting))
         _say(console, f"fastest that fits: {overrides}")
 
 
 def _print_time(console: Console, plan: Plan) -> None:
-    time, kernels = plan.time, plan.kernel_times
-    rate = plan.request.gpu.tflops(plan.compute_width)
+    time, kernels = plan.estimate.time, plan.kernel_times
+    rate = plan.gpu_rate
     host = f" or the host (of {_seconds(time.host_s)})" if time.host_s else ""
     traffic = f" + {_seconds(time.memory_traffic_s)} other kernels" if time.memory_traffic_s else ""
     _say(
@@ -107,14 +105,14 @@ def _print_time(console: Console, plan: Plan) -> None:
     if plan.request.efficiency is None:
         shown += f": {kernels.total:.1f} microseconds ({parts})"
     _say(console, f"  {shown}")
-    if plan.compute_width > 2 and rate == plan.request.gpu.bf16_tflops:
+    if plan.search.memory.precision.compute_dtype.itemsize > 2 and rate == plan.request.gpu.bf16_tflops:
         _say(
             console,
             f"  the rate of precision={plan.config.precision} is unknown for this GPU; bf16's was used",
             "yellow",
         )
-    if plan.rollouts is not None:
-        _print_rollouts(console, plan.rollouts)
+    if plan.estimate.rollouts is not None:
+        _print_rollouts(console, plan.estimate.rollouts)
     elif plan.rows is None:
         steps = "steps and hours are unknown" if plan.num_steps is None else "max_steps of full packs are assumed"
         _say(
@@ -132,12 +130,12 @@ def _print_time(console: Console, plan: Plan) -> None:
             f"padding ({rows.source})",
         )
     _say(console, _describe_startup(plan))
-    if plan.hours is not None:
-        _say(console, _describe_cost(plan, plan.hours), "bold")
+    if plan.estimate.hours is not None:
+        _say(console, _describe_cost(plan, plan.estimate.hours), "bold")
         if plan.hours_range is not None:
             _say(console, _describe_trust(plan), "dim")
-        if plan.cost is not None:
-            _say(console, _describe_parts(plan, plan.cost))
+        if plan.estimate.cost is not None:
+            _say(console, _describe_parts(plan, plan.estimate.cost))
         _say(console, _describe_schedule(plan, plan.num_steps or 0))
     for warning in plan.warnings:
         _say(console, warning, "yellow")
@@ -185,7 +183,7 @@ def _describe_parts(plan: Plan, cost: Cost) -> str:
 
 
 def _describe_schedule(plan: Plan, num_steps: int) -> str:
-    config, step_s = plan.config, plan.step_s
+    config, step_s = plan.config, plan.estimate.step_s
     validations = parse_interval(config.validation.every).in_steps(num_steps, step_s)
     evaluations = parse_interval(config.eval.every).in_steps(num_steps, step_s)
     saves = (num_steps - 1) // plan.save_steps if plan.save_steps else 0
@@ -199,7 +197,7 @@ def _describe_schedule(plan: Plan, num_steps: int) -> str:
 
 
 def _describe_startup(plan: Plan) -> str:
-    startup, request, setting = plan.startup, plan.request, plan.setting
+    startup, request, setting = plan.estimate.startup, plan.request, plan.setting
     if startup.given_s is not None:
         return f"start-up: {_hours(startup.given_s / 3600)} (--startup-min)"
     hub, disk = f"{request.download_gb_s:g} GB/s (--download-gb-s)", f"{request.disk_gb_s:g} GB/s (--disk-gb-s)"
@@ -217,7 +215,8 @@ def _describe_startup(plan: Plan) -> str:
 
 
 def _describe_cost(plan: Plan, hours: float) -> str:
-    ends, gpu_hours, price = plan.hours_range, hours * plan.num_gpus, plan.request.price
+    ends, gpus, price = plan.hours_range, plan.estimate.num_gpus, plan.request.price
+    gpu_hours = hours * gpus
     line = f"{format_count(plan.num_steps or 0, 'step')}: {_hours(hours)} with start-up"
     if ends is not None:
         line += f" ({_hours(ends[0])} to {_hours(ends[1])})"
@@ -225,7 +224,7 @@ def _describe_cost(plan: Plan, hours: float) -> str:
     if price is not None:
         line += f", {gpu_hours * price:,.2f} {plan.config.currency} at {price:g} {plan.config.currency} per GPU-hour"
         if ends is not None:
-            line += f" ({ends[0] * plan.num_gpus * price:,.2f} to {ends[1] * plan.num_gpus * price:,.2f})"
+            line += f" ({ends[0] * gpus * price:,.2f} to {ends[1] * gpus * price:,.2f})"
     return f"{line}; without evaluation"
 
 
@@ -240,7 +239,7 @@ def _describe_trust(plan: Plan) -> str:
 
 
 def _print_storage(console: Console, plan: Plan) -> None:
-    storage = plan.storage
+    storage = plan.estimate.storage
     _say(
         console,
         f"checkpoint: {_gib(storage.checkpoint_bytes)} GiB, {_seconds(storage.save_s)} to write at "
@@ -248,7 +247,7 @@ def _print_storage(console: Console, plan: Plan) -> None:
     )
     interval_s = storage.best_interval_s
     if interval_s < float("inf"):
-        steps = max(1, round(interval_s / plan.step_s))
+        steps = max(1, round(interval_s / plan.estimate.step_s))
         source = (
             " (the rate of Llama 3's training)" if plan.request.failures_per_gpu_day == FAILURES_PER_GPU_DAY else ""
         )

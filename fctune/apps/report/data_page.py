@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import os
 
-from fctune.apps.report.page import Chart, Page, Series, Tone, escape, make_count_tile, make_table
 from fctune.config.intervals import choose_noun, format_count
 from fctune.data.check import CLASSES, Report
 from fctune.data.check.report import Finding, Lengths, Repeat
 from fctune.data.sources import NOTE_KINDS
+from fctune.pages.page import (
+    Chart,
+    Example,
+    Fold,
+    Group,
+    Heading,
+    Items,
+    Num,
+    Page,
+    Part,
+    Series,
+    Table,
+    Text,
+    Tile,
+    Tone,
+    make_count_tile,
+)
 
 _NUM_TOOLS = 15
 
 
 def write_data_html(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the page of a data check."""
-    footer = f"fctune data check: {format_count(report.rows, 'row')} in {report.seconds:.1f} s"
-    make_data_page(report).write(path, footer)
-
-
-def make_data_page(report: Report) -> Page:
-    """Make the page of a data check."""
     page = Page("Data check", *_headline(report))
     _add_tiles(page, report)
     for error in report.errors:
-        page.add_section("Read error", f'<p class="bad">{escape(error)}</p>')
+        page.add_section("Read error", Text(error, "bad"))
     if report.reasoning.warning is not None:
-        page.add_section("Reasoning", f'<p class="warn">{escape(report.reasoning.warning)}.</p>')
+        page.add_section("Reasoning", Text(f"{report.reasoning.warning}.", "warn"))
     if report.defect_kinds:
         lead = "Rows that cannot be used for training, each listed with its first defect."
         page.add_section("Defects", *map(_make_finding, report.defect_kinds), lead=lead)
@@ -43,16 +53,15 @@ def make_data_page(report: Report) -> Page:
         items, occur = format_count(overlap.num_items, "item"), choose_noun(overlap.num_found, "occurs", "occur")
         in_rows = f"{occur} in {format_count(overlap.num_rows, 'row')}"
         lead = f"{overlap.num_found:,} of {items} of {overlap.against} {in_rows}."
-        rows: list[list[object]] = [[e.item, e.row, f"{e.share:.0%}"] for e in overlap.examples]
-        table = make_table([("Item", False), ("First row that contains it", False), ("Share", True)], rows)
-        page.add_section(f"Overlap with the {name}", table if rows else "", lead=lead)
+        examples = [[e.item, e.row, f"{e.share:.0%}"] for e in overlap.examples]
+        table = Table(["Item", "First row that contains it", Num("Share")], examples)
+        page.add_section(f"Overlap with the {name}", *([table] if examples else []), lead=lead)
     if report.notes:
-        rows = [[count, NOTE_KINDS[kind]] for kind, count in report.notes.items()]
-        page.add_section("Conversions while reading", make_table([("Count", True), ("Conversion", False)], rows))
-    columns = [("Source", False), ("Rows", True), ("Kept", True), ("Row format", False)]
-    rows = [[s.path, s.rows, s.conversations, ", ".join(s.row_formats)] for s in report.sources]
-    page.add_section("Sources", make_table(columns, rows))
-    return page
+        notes = [[count, NOTE_KINDS[kind]] for kind, count in report.notes.items()]
+        page.add_section("Conversions while reading", Table([Num("Count"), "Conversion"], notes))
+    sources = [[s.path, s.rows, s.conversations, ", ".join(s.row_formats)] for s in report.sources]
+    page.add_section("Sources", Table(["Source", Num("Rows"), Num("Kept"), "Row format"], sources))
+    page.write(path, f"fctune data check: {format_count(report.rows, 'row')} in {report.seconds:.1f} s")
 
 
 def _headline(report: Report) -> tuple[str, Tone]:
@@ -71,15 +80,15 @@ def _headline(report: Report) -> tuple[str, Tone]:
 
 
 def _add_tiles(page: Page, report: Report) -> None:
-    tiles: list[tuple[str, str, Tone]] = [
+    tiles: list[Tile] = [
         make_count_tile(report.rows, "row"),
         make_count_tile(report.conversations, "conversation"),
         make_count_tile(report.calls, "call"),
         make_count_tile(report.tools, "tool"),
-        make_count_tile(report.duplicates, "duplicate", "warn" if report.duplicates else ""),
-        make_count_tile(report.near_duplicates, "near duplicate", "warn" if report.near_duplicates else ""),
-        make_count_tile(report.defects, "defect", "bad" if report.defects else ""),
-        make_count_tile(report.warnings, "warning", "warn" if report.warnings else ""),
+        make_count_tile(report.duplicates, "duplicate", "warn"),
+        make_count_tile(report.near_duplicates, "near duplicate", "warn"),
+        make_count_tile(report.defects, "defect", "bad"),
+        make_count_tile(report.warnings, "warning", "warn"),
     ]
     if report.tokens is not None:
         tokens = report.tokens
@@ -95,61 +104,49 @@ def _add_tiles(page: Page, report: Report) -> None:
     page.add_tiles(tiles)
 
 
-def _make_finding(finding: Finding) -> str:
-    examples = "".join(
-        f'<li><span class="where">{escape(f"{e.file}:{e.line}")}</span>'
-        f"{f'<code>{escape(e.pointer)}</code> ' if e.pointer else ''}{escape(e.reason)}</li>"
-        for e in finding.examples
-    )
-    more = finding.count - len(finding.examples)
-    rest = f'<p class="muted">and {more:,} more</p>' if more > 0 else ""
-    return (
-        f'<details open><summary><span class="count">{finding.count:,}</span><code>{escape(finding.kind)}</code> '
-        f'{escape(finding.meaning)}</summary><ul class="examples">{examples}</ul>{rest}</details>'
-    )
+def _make_finding(finding: Finding) -> Fold:
+    parts: list[Part] = [Items([Example(f"{e.file}:{e.line}", e.pointer, e.reason) for e in finding.examples])]
+    if (more := finding.count - len(finding.examples)) > 0:
+        parts.append(Text(f"and {more:,} more", "muted"))
+    return Fold(finding.meaning, parts, is_open=True, count=finding.count, code=finding.kind)
 
 
 def _add_contents(page: Page, report: Report) -> None:
-    names = list(CLASSES)
-    counts = [report.classes[name] for name in names]
-    bars = Chart("bars", [CLASSES[name] for name in names], [Series("conversations", counts)])
-    parts = [page.make_chart(bars, "Conversations by kind of call")]
+    counts = [report.classes[name] for name in CLASSES]
+    title = "Conversations by kind of call"
+    charts = [Chart("bars", list(CLASSES.values()), [Series("conversations", counts)], title=title)]
     if report.tokens is not None and report.tokens.lengths.count:
-        parts.append(_make_lengths(page, report.tokens.lengths, "Tokens per conversation", "tokens"))
-    parts.append(_make_lengths(page, report.num_characters, "Characters per conversation", "characters"))
-    parts.append(_make_lengths(page, report.num_messages, "Messages per conversation", "messages"))
-    page.add_section("Contents", f'<div class="pair">{"".join(parts)}</div>')
+        charts.append(_make_lengths(report.tokens.lengths, "tokens"))
+    charts.append(_make_lengths(report.num_characters, "characters"))
+    charts.append(_make_lengths(report.num_messages, "messages"))
+    page.add_section("Contents", Group(charts, "pair"))
 
 
-def _make_lengths(page: Page, lengths: Lengths, title: str, unit: str) -> str:
+def _make_lengths(lengths: Lengths, unit: str) -> Chart:
     labels = [str(a) if b == a + 1 else f"{a:,}–{b - 1:,}" for a, b, _ in lengths.bins]
-    chart = Chart("histogram", labels, [Series("conversations", [n for *_, n in lengths.bins])], unit, "")
+    series = [Series("conversations", [n for *_, n in lengths.bins])]
     values = f"median {lengths.p50:,}, 90th percentile {lengths.p90:,}, 99th {lengths.p99:,}, longest {lengths.max:,}"
-    return page.make_chart(chart, title, values)
+    return Chart("histogram", labels, series, unit, title=f"{unit.capitalize()} per conversation", note=values)
 
 
 def _add_tools(page: Page, report: Report) -> None:
     top = report.tool_use[:_NUM_TOOLS]
     series = [Series("calls", [tool.calls for tool in top]), Series("available", [tool.declared for tool in top])]
-    chart = page.make_chart(Chart("bars", [tool.name for tool in top], series, "tool"))
     num_tools = max(report.tools, len(report.tool_use))  # a call may name a tool that no conversation lists
     chosen = f"The {len(top):,} most called of {num_tools:,} tools" if len(top) < num_tools else "All tools"
     lead = f"{chosen}: calls, and conversations that list the tool."
-    page.add_section("Tools", chart, lead=lead)
+    page.add_section("Tools", Chart("bars", [tool.name for tool in top], series, "tool"), lead=lead)
 
 
 def _add_duplicates(page: Page, report: Report) -> None:
-    def rows(repeats: list[Repeat]) -> list[list[object]]:
-        return [[repeat.row, _shorten(repeat), f"{repeat.similarity:.0%}"] for repeat in repeats]
-
-    columns = [("Row", False), ("Earlier row", False), ("Similarity", True)]
-    parts = []
-    if report.duplicates:
-        same = make_table(columns, rows(report.duplicate_examples))
-        parts.append(f"<h3>{format_count(report.duplicates, 'duplicate')}</h3>{same}")
-    if report.near_duplicates:
-        near = make_table(columns, rows(report.near_duplicate_examples))
-        parts.append(f"<h3>{format_count(report.near_duplicates, 'near duplicate')}</h3>{near}")
+    parts: list[Part] = []
+    for count, noun, examples in (
+        (report.duplicates, "duplicate", report.duplicate_examples),
+        (report.near_duplicates, "near duplicate", report.near_duplicate_examples),
+    ):
+        if count:
+            rows = [[repeat.row, _shorten(repeat), f"{repeat.similarity:.0%}"] for repeat in examples]
+            parts += [Heading(format_count(count, noun)), Table(["Row", "Earlier row", Num("Similarity")], rows)]
     lead = "Rows that repeat an earlier row. Similarity is estimated over sequences of three words."
     page.add_section("Duplicates", *parts, lead=lead)
 

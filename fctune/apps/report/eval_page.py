@@ -9,12 +9,27 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fctune.apps.report.page import Cell, Page, Tone, draw_interval, escape, make_count_tile, make_table
 from fctune.calls.judge import ERROR_KINDS
 from fctune.config.intervals import format_count
+from fctune.pages.page import (
+    Cases,
+    Fold,
+    Heading,
+    Interval,
+    Num,
+    Page,
+    Part,
+    Table,
+    Text,
+    Tile,
+    make_count_tile,
+    make_heat_row,
+    make_settings,
+)
+from fctune.pages.run_text import format_bounds
 from fctune.tasks.judge import is_valid
 
-_MAX_CASES = 1_000
+MAX_CASES = 1_000
 _MAX_CHARACTERS = 4_000
 _NUM_CONFUSIONS = 20
 _RATE_NAMES = {
@@ -35,16 +50,18 @@ Row = Mapping[str, Any]
 
 def write_eval_html(summary: Mapping[str, Any], rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     """Write the page of an evaluation from its summary and rows, as ``fctune.tasks.evaluation`` returns them."""
-    footer = f"fctune {summary['settings'].get('fctune', '')}, results of {format_count(summary['num_cases'], 'case')}"
-    make_eval_page(summary, rows).write(path, footer)
-
-
-def make_eval_page(summary: Mapping[str, Any], rows: Sequence[Row]) -> Page:
-    """Make the page of an evaluation; arguments as in ``write_eval_html``."""
     failures = [row for row in rows if not is_valid(row)]
-    title = f"Tool calls: {summary['model']} on {summary['suite']}"
-    page = Page(title, _headline(summary, len(failures)))
-    _add_tiles(page, summary, rows, len(failures))
+    page = Page(f"Tool calls: {summary['model']} on {summary['suite']}", _headline(summary, len(failures)))
+    num_right, num_lenient = len(rows) - len(failures), sum(is_valid(row["lenient"]) for row in rows)
+    tiles: list[Tile] = [
+        make_count_tile(summary["num_cases"], "case"),
+        (f"{num_right:,}", "correct, strict reading", "good" if num_right else ""),
+        (f"{num_lenient:,}", "correct, lenient reading", ""),
+        (f"{len(failures):,}", "failed", "bad" if failures else ""),
+        (f"{summary['num_no_answer']:,}", "without an answer", "bad" if summary["num_no_answer"] else ""),
+        (f"{summary['num_cut']:,}", "cut off at the token limit", "warn" if summary["num_cut"] else ""),
+    ]
+    page.add_tiles(tiles)
     _add_accuracy(page, summary)
     _add_leaderboard(page, summary)
     _add_error_classes(page, summary)
@@ -52,50 +69,49 @@ def make_eval_page(summary: Mapping[str, Any], rows: Sequence[Row]) -> Page:
     _add_failures(page, failures)
     _add_rates(page, summary)
     _add_reasoning(page, summary)
-    if summary["not_run"]:
-        table = make_table([("Category", False), ("Reason", False)], list(summary["not_run"].items()))
-        page.add_section("Not run", table, lead="Categories of the suite that were skipped; they are in no figure.")
-    settings = [
-        [key, value if isinstance(value, str | int | float) else json.dumps(value)]
-        for key, value in summary["settings"].items()
-    ]
-    page.add_section("Settings", make_table([("Setting", False), ("Value", False)], settings))
-    return page
+    lead = "Categories of the suite that were skipped; they are in no figure."
+    add_settings(page, summary, "Not run", lead)
+    page.write(path, f"fctune {summary['settings'].get('fctune', '')}, results of {count_answers(summary, 'case')}")
+
+
+def count_answers(summary: Mapping[str, Any], noun: str) -> str:
+    """Return the number of cases or answers of a summary, with its noun."""
+    return format_count(summary[f"num_{noun}s"], noun)
 
 
 def _headline(summary: Mapping[str, Any], num_failures: int) -> str:
     if "all" not in summary["scores"]:
-        return f"{num_failures:,} of {format_count(summary['num_cases'], 'case')} failed; rates are given by category."
+        return f"{num_failures:,} of {count_answers(summary, 'case')} failed; rates are given by category."
     rate = summary["scores"]["all"]["rates"]["accuracy"]
     return f"{_percent(rate)} of {format_count(rate['n'], 'case')} correct (95 % interval {format_bounds(rate)})."
 
 
-def _add_tiles(page: Page, summary: Mapping[str, Any], rows: Sequence[Row], num_failures: int) -> None:
-    num_right, num_lenient = len(rows) - num_failures, sum(is_valid(row["lenient"]) for row in rows)
-    num_lost, num_cut = summary["num_no_answer"], summary["num_cut"]
-    tiles: list[tuple[str, str, Tone]] = [
-        make_count_tile(summary["num_cases"], "case"),
-        (f"{num_right:,}", "correct, strict reading", "good" if num_right else ""),
-        (f"{num_lenient:,}", "correct, lenient reading", ""),
-        (f"{num_failures:,}", "failed", "bad" if num_failures else ""),
-        (f"{num_lost:,}", "without an answer", "bad" if num_lost else ""),
-        (f"{num_cut:,}", "cut off at the token limit", "warn" if num_cut else ""),
-    ]
-    page.add_tiles(tiles)
+def distinct(by_category: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by category; without those of all cases if there is one category, which has the same."""
+    found = dict(by_category)
+    if len(found) == 2:
+        found.pop("all", None)
+    return found
+
+
+def add_settings(page: Page, summary: Mapping[str, Any], skipped: str, lead: str = "") -> None:
+    """Add the categories that were skipped, with the reasons, and the settings of the run."""
+    if summary["not_run"]:
+        page.add_section(skipped, Table(["Category", "Reason"], list(summary["not_run"].items())), lead=lead)
+    page.add_section("Settings", make_settings("Setting", summary["settings"]))
 
 
 def _add_accuracy(page: Page, summary: Mapping[str, Any]) -> None:
     typed = summary.get("typed", {})
-    heads = [("Category", False), ("n", True), ("Correct", True), ("95 % interval", True), ("0 to 100 %", False)]
-    heads += [("Lenient", True), *([("Typed", True)] if typed else [])]
+    heads = ["Category", Num("n"), Num("Correct"), Num("95 % interval"), "0 to 100 %"]
+    heads += [Num("Lenient"), *([Num("Typed")] if typed else [])]
     rows = []
-    for category, scores in _distinct_scores(summary).items():
+    for category, scores in distinct(summary["scores"]).items():
         rate, lenient = scores["rates"]["accuracy"], summary["lenient"][category]["rates"]["accuracy"]
         label = f"{_percent(rate)}, {format_bounds(rate)}; lenient {_percent(lenient)}"
-        drawing = Cell(draw_interval(rate, lenient["rate"], label), is_html=True)
+        drawing = Interval(rate["rate"], rate["low"], rate["high"], lenient["rate"], label)
         cells = [category, rate["n"], _percent(rate), format_bounds(rate), drawing, _percent(lenient)]
-        cells += [_percent(typed[category])] if typed else []
-        rows.append(cells)
+        rows.append(cells + ([_percent(typed[category])] if typed else []))
     lead = (
         "The strict reading accepts the model's own call format only (dot, with its Wilson interval as a bar); the "
         "lenient one parses as serving engines do (ring)."
@@ -104,7 +120,7 @@ def _add_accuracy(page: Page, summary: Mapping[str, Any]) -> None:
         lead += (
             " Correct is the benchmark's own judgement, which treats a malformed call as no call; typed is exact match."
         )
-    page.add_section("Accuracy", make_table(heads, rows, is_stacked=True), lead=lead)
+    page.add_section("Accuracy", Table(heads, rows, is_stacked=True), lead=lead)
 
 
 def _add_leaderboard(page: Page, summary: Mapping[str, Any]) -> None:
@@ -122,20 +138,11 @@ def _add_leaderboard(page: Page, summary: Mapping[str, Any]) -> None:
         lead += f" Not measured: {', '.join(missing)}."
     if incomplete := found["incomplete"]:
         lead += f" Measured on fewer cases than the leaderboard's: {', '.join(incomplete)}."
-    table = make_table([("Part", False), ("Weight", True), ("Accuracy", True)], rows)
-    page.add_section("Leaderboard", table, lead=lead)
-
-
-def _distinct_scores(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores by category; without those of all cases if there is one category, which has the same."""
-    scores = dict(summary["scores"])
-    if len(scores) == 2:
-        scores.pop("all", None)
-    return scores
+    page.add_section("Leaderboard", Table(["Part", Num("Weight"), Num("Accuracy")], rows), lead=lead)
 
 
 def _add_error_classes(page: Page, summary: Mapping[str, Any]) -> None:
-    counts = {category: scores["verdicts"] for category, scores in _distinct_scores(summary).items()}
+    counts = {category: scores["verdicts"] for category, scores in distinct(summary["scores"]).items()}
     seen = [verdict for verdict in ERROR_KINDS if any(row[verdict] for row in counts.values())]
     page.add_section(
         "Error classes",
@@ -156,37 +163,70 @@ def _add_confusions(page: Page, rows: Sequence[Row]) -> None:
         missing, extra = list((expected - made).elements()), list((made - expected).elements())
         if row["verdict"] in ("wrong_name", "false_call", "missed_call", "wrong_count"):
             tools.update(itertools.zip_longest(missing, extra, fillvalue="no call"))
-    parts = [f"<h3>Strict and lenient reading</h3>{readings}"]
+    parts: list[Part] = [Heading("Strict and lenient reading"), readings]
     if tools:
         most = [[count, expected, made[:80]] for (expected, made), count in tools.most_common(_NUM_CONFUSIONS)]
-        table = make_table([("Calls", True), ("Expected", False), ("Called instead", False)], most)
-        rest = len(tools) - len(most)
-        more = f'<p class="muted">and {format_count(rest, "more pair")}</p>' if rest > 0 else ""
-        parts.append(f"<h3>Confused tools</h3>{table}{more}")
+        parts += [Heading("Confused tools"), Table([Num("Calls"), "Expected", "Called instead"], most)]
+        if (rest := len(tools) - len(most)) > 0:
+            parts.append(Text(f"and {format_count(rest, 'more pair')}", "muted"))
     page.add_section("Confusions", *parts)
 
 
-def _make_heatmap(corner: str, names: Sequence[str], columns: Sequence[str], count: Callable[[str, str], int]) -> str:
-    rows = []
-    for name in names:
-        counts = [count(name, column) for column in columns]
-        total = sum(counts) or 1
-        cells = [
-            Cell(n or "", classes="heat right" if column == "correct" else "heat", style=f"--heat: {n / total:.3f}")
-            for n, column in zip(counts, columns, strict=True)
+def _make_heatmap(corner: str, names: Sequence[str], columns: Sequence[str], count: Callable[[str, str], int]) -> Table:
+    rights = [column == "correct" for column in columns]
+    rows = [
+        [
+            name.replace("_", " ") if name in ERROR_KINDS else name,
+            *make_heat_row([count(name, column) for column in columns], rights),
         ]
-        rows.append([name.replace("_", " ") if name in ERROR_KINDS else name, *cells])
-    return make_table([(corner, False), *((column.replace("_", " "), True) for column in columns)], rows)
+        for name in names
+    ]
+    return Table([corner, *(Num(column.replace("_", " ")) for column in columns)], rows)
 
 
 def _add_failures(page: Page, failures: Sequence[Row]) -> None:
     if not failures:
-        page.add_section("Failures", "<p>None.</p>")
+        page.add_section("Failures", "None.")
         return
     lead = "Each case with its prompt, the expected calls, the calls made, and the differences."
-    if len(failures) > _MAX_CASES:
-        lead += f" The first {_MAX_CASES:,} of {len(failures):,} are shown; the results file contains all of them."
-    page.add_section("Failures", page.make_cases([make_case(row) for row in failures[:_MAX_CASES]], FACETS), lead=lead)
+    if len(failures) > MAX_CASES:
+        lead += f" The first {MAX_CASES:,} of {len(failures):,} are shown; the results file contains all of them."
+    page.add_section("Failures", Cases([make_case(row) for row in failures[:MAX_CASES]], FACETS), lead=lead)
+
+
+def _add_rates(page: Page, summary: Mapping[str, Any]) -> None:
+    parts, scored = [], distinct(summary["scores"])
+    for category, scores in scored.items():
+        rows = [
+            [_RATE_NAMES.get(name, name.replace("_", " ")), rate["n"], _percent(rate), format_bounds(rate)]
+            for name, rate in scores["rates"].items()
+            if rate["rate"] is not None
+        ]
+        table = Table(["Rate", Num("n"), Num("Value"), Num("95 % interval")], rows)
+        parts.append(Fold(category, [table], is_open=category == "all" or len(scored) == 1))
+    page.add_section("All rates", *parts, lead="Strict reading. Precision and recall are over calls and arguments.")
+
+
+def _add_reasoning(page: Page, summary: Mapping[str, Any]) -> None:
+    if not (by_category := summary.get("reasoning")):
+        return
+    numbers = ("Answers", "That reason", "Mean tokens", "Never closed", "Of them cut off")
+    rows = [
+        [
+            category,
+            use["reasoned"]["n"],
+            _percent(use["reasoned"]),
+            "" if use["mean_tokens"] is None else f"{use['mean_tokens']:,.1f}",
+            f"{use['unclosed']['successes']:,} ({_percent(use['unclosed'])})",
+            f"{use['cut']['successes']:,}",
+        ]
+        for category, use in by_category.items()
+    ]
+    lead = (
+        "Reasoning is never judged: a call inside it does not count. An answer whose reasoning never closes has no "
+        "calls; where the token limit cut it off, raise --max-new-tokens."
+    )
+    page.add_section("Reasoning", Table(["Category", *map(Num, numbers)], rows), lead=lead)
 
 
 def make_case(row: Row) -> dict[str, Any]:
@@ -231,11 +271,6 @@ def _reasoning_parts(row: Row) -> list[dict[str, str]]:
     return [_part(heading, "\n\n".join(reasoning["text"] for reasoning in found), "folded")]
 
 
-def format_bounds(rate: Mapping[str, Any]) -> str:
-    """Format the interval of a rate, such as ``30.1% - 95.4%``."""
-    return f"{rate['low']:.1%} - {rate['high']:.1%}"
-
-
 def _part(heading: str, text: str, kind: str) -> dict[str, str]:
     if len(text) > _MAX_CHARACTERS:
         text = f"{text[:_MAX_CHARACTERS]}\n... {len(text) - _MAX_CHARACTERS:,} more characters"
@@ -267,43 +302,6 @@ def _format_tool(function: Mapping[str, Any]) -> str:
         for name, schema in properties.items()
     ]
     return f"{function['name']}({', '.join(shown)})"
-
-
-def _add_rates(page: Page, summary: Mapping[str, Any]) -> None:
-    parts, scored = [], _distinct_scores(summary)
-    for category, scores in scored.items():
-        rows = [
-            [_RATE_NAMES.get(name, name.replace("_", " ")), rate["n"], _percent(rate), format_bounds(rate)]
-            for name, rate in scores["rates"].items()
-            if rate["rate"] is not None
-        ]
-        table = make_table([("Rate", False), ("n", True), ("Value", True), ("95 % interval", True)], rows)
-        is_open = " open" if category == "all" or len(scored) == 1 else ""
-        parts.append(f"<details{is_open}><summary>{escape(category)}</summary>{table}</details>")
-    page.add_section("All rates", *parts, lead="Strict reading. Precision and recall are over calls and arguments.")
-
-
-def _add_reasoning(page: Page, summary: Mapping[str, Any]) -> None:
-    if not (by_category := summary.get("reasoning")):
-        return
-    heads = [("Category", False), ("Answers", True), ("That reason", True), ("Mean tokens", True)]
-    heads += [("Never closed", True), ("Of them cut off", True)]
-    rows = [
-        [
-            category,
-            use["reasoned"]["n"],
-            _percent(use["reasoned"]),
-            "" if use["mean_tokens"] is None else f"{use['mean_tokens']:,.1f}",
-            f"{use['unclosed']['successes']:,} ({_percent(use['unclosed'])})",
-            f"{use['cut']['successes']:,}",
-        ]
-        for category, use in by_category.items()
-    ]
-    lead = (
-        "Reasoning is never judged: a call inside it does not count. An answer whose reasoning never closes has no "
-        "calls; where the token limit cut it off, raise --max-new-tokens."
-    )
-    page.add_section("Reasoning", make_table(heads, rows), lead=lead)
 
 
 def _percent(rate: Mapping[str, Any]) -> str:

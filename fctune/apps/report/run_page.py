@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from fctune.apps.report.page import Page, Tone, escape, make_count_tile, make_table
-from fctune.apps.report.rollout_sections import add_rollouts
-from fctune.apps.report.run_charts import add_run_charts
 from fctune.apps.report.run_sections import (
     add_accuracy,
     add_data,
     add_events,
     add_published,
+    add_rollouts,
     add_setup,
     add_success,
     add_time,
 )
-from fctune.apps.report.run_text import (
+from fctune.config.intervals import format_count
+from fctune.pages.page import Fold, Group, Items, Page, Part, Pre, Table, Tile, make_count_tile
+from fctune.pages.run_charts import add_run_charts
+from fctune.pages.run_text import (
     ABSENT,
     describe_outcome,
     exit_reason,
@@ -28,11 +29,10 @@ from fctune.apps.report.run_text import (
     format_seconds,
     format_value,
 )
-from fctune.config.intervals import format_count
 from fctune.runs.figures import FINAL_STEPS, Figures, Pricing, describe_run, flatten_config
 from fctune.runs.record import RunRecord
-from fctune.runs.results import Accuracy
 from fctune.runs.success import Criterion
+from fctune.tasks.evaluation.accuracy import Accuracy
 from fctune.tasks.evaluation.published import Published
 
 _FINAL_LOSS = f"loss, mean of the last {FINAL_STEPS} steps"
@@ -69,33 +69,18 @@ def write_run_html(
         pricing: Prices of its cost; None takes each run's config, and list prices.
         published: Results of other packages' benchmarks.
     """
-    num_steps = sum(len(record.metrics.steps) for record in records)
-    make_run_page(records, accuracies, criteria, pricing, published).write(
-        path, f"fctune report: {format_count(num_steps, 'step')}"
-    )
-
-
-def make_run_page(
-    records: Sequence[RunRecord],
-    accuracies: Sequence[Sequence[Accuracy]] = (),
-    criteria: Sequence[Sequence[Criterion]] = (),
-    pricing: Pricing | None = None,
-    published: Sequence[Published] = (),
-) -> Page:
-    """Make the page of one or more runs; arguments as in ``write_run_html``."""
     names, figures = name_runs(records), [describe_run(record, pricing) for record in records]
     accuracies, criteria = accuracies or [()] * len(records), criteria or [()] * len(records)
     if len(records) == 1:
         page = Page(f"Run: {names[0]}", *describe_outcome(records[0]))
         _add_tiles(page, figures[0], accuracies[0])
         if len(reason := exit_reason(records[0])) > 1:
-            page.add_section("Why it ended", f'<div class="case"><pre>{escape(chr(10).join(reason))}</pre></div>')
+            page.add_section("Why it ended", Pre("\n".join(reason)))
     else:
         page = Page(f"{len(records)} runs: {', '.join(names)}")
         _add_comparison(page, names, records, figures, accuracies)
-    notes = [f"<li>{escape(f'{n}: {note}')}</li>" for n, r in zip(names, records, strict=True) for note in r.notes()]
-    if notes:
-        page.add_section("Problems with the files", f'<ul class="examples">{"".join(notes)}</ul>')
+    if notes := [f"{n}: {note}" for n, r in zip(names, records, strict=True) for note in r.notes()]:
+        page.add_section("Problems with the files", Items(notes))
     add_run_charts(page, names, records)
     for name, record, figure, evaluated, judged in zip(names, records, figures, accuracies, criteria, strict=True):
         suffix = "" if len(records) == 1 else f": {name}"
@@ -107,16 +92,16 @@ def make_run_page(
         add_rollouts(page, record, suffix)
         for accuracy in evaluated:
             if suffix:
-                page.add_section(f"Evaluation{suffix}", f"<p>{escape(str(accuracy.after.path))}</p>")
+                page.add_section(f"Evaluation{suffix}", str(accuracy.after.path))
             add_accuracy(page, accuracy)
         add_data(page, record, suffix)
     if published:
         add_published(page, published)
     if len(records) == 1 and records[0].config:
         rows = [[key, format_value(value)] for key, value in flatten_config(records[0].config).items()]
-        table = make_table([("Key", False), ("Value", False)], rows)
-        page.add_section("Config", f"<details><summary>{format_count(len(rows), 'key')}</summary>{table}</details>")
-    return page
+        page.add_section("Config", Fold(format_count(len(rows), "key"), [Table(["Key", "Value"], rows)]))
+    num_steps = sum(len(record.metrics.steps) for record in records)
+    page.write(path, f"fctune report: {format_count(num_steps, 'step')}")
 
 
 def name_runs(records: Sequence[RunRecord]) -> list[str]:
@@ -127,7 +112,7 @@ def name_runs(records: Sequence[RunRecord]) -> list[str]:
 
 def _add_tiles(page: Page, figures: Figures, accuracies: Sequence[Accuracy]) -> None:
     """Add the headline figures: accuracy first, before and after training if the base was evaluated, too."""
-    tiles: list[tuple[str, str, Tone]] = []
+    tiles: list[Tile] = []
     for accuracy in accuracies:
         if (total := accuracy.total()) is not None:
             compared = next((f"{row.num_right_before / row.n:.1%} \u2192 " for row in accuracy.compare()[-1:]), "")
@@ -191,19 +176,17 @@ def _add_comparison(
             total = next((a.total() for a in found if a.suite == suite), None)
             cells.append(f"{total['rate']:.1%} ({total['low']:.1%} - {total['high']:.1%})" if total else "")
         rows.append([f"tool-call accuracy, {suite}", *cells])
-    columns = [("", False), *((name, False) for name in names)]
-    page.add_section("Comparison", f'<div class="side">{make_table(columns, rows, is_stacked=len(records) > 2)}</div>')
+    page.add_section("Comparison", Group([Table(["", *names], rows, is_stacked=len(records) > 2)], "side"))
     differences = find_differences([record.config for record in records])
-    columns = [("Key", False), *((name, False) for name in names)]
     partial = {key for key, values in differences.items() if ABSENT in values}
     changed = [key for key in differences if key != "output_dir" and key not in partial]
-    table = make_table(columns, [[key, *map(format_value, differences[key])] for key in changed], is_stacked=True)
-    parts = [table if changed else "<p>Only output_dir differs.</p>"]
+
+    def list_values(keys: Iterable[str], is_stacked: bool = False) -> Table:
+        rows = [[key, *map(format_value, differences[key])] for key in keys]
+        return Table(["Key", *names], rows, is_stacked)
+
+    parts: list[Part] = [list_values(changed, is_stacked=True) if changed else "Only output_dir differs."]
     if partial:
-        only = make_table(
-            columns, [[key, *map(format_value, differences[key])] for key in differences if key in partial]
-        )
-        parts.append(
-            f"<details><summary>{format_count(len(partial), 'key')} that some configs lack</summary>{only}</details>"
-        )
-    page.add_section("Config differences", f'<div class="side">{"".join(parts)}</div>')
+        lacking = f"{format_count(len(partial), 'key')} that some configs lack"
+        parts.append(Fold(lacking, [list_values(key for key in differences if key in partial)]))
+    page.add_section("Config differences", Group(parts, "side"))

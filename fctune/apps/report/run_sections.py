@@ -1,33 +1,50 @@
-"""Sections of a run's page: success criteria, setup, events, time, evaluations and data."""
+"""Sections of a run's page: success criteria, setup, events, time, evaluations, data and rollouts."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.report.eval_page import FACETS, format_bounds, make_case
-from fctune.apps.report.page import Cell, Chart, Page, Series, Tone, draw_interval, escape, make_table
-from fctune.apps.report.run_text import format_number, format_seconds, format_value
+from fctune.apps.report.eval_page import FACETS, make_case
 from fctune.calls.metrics import rate
 from fctune.config.intervals import format_count
 from fctune.config.recipes import find_recipe
-from fctune.runs.figures import Figures
+from fctune.pages.page import (
+    NO_WRAP,
+    Cases,
+    Cell,
+    Chart,
+    Fold,
+    Group,
+    Heading,
+    Interval,
+    Num,
+    Page,
+    Part,
+    Series,
+    Table,
+    Tone,
+    make_facts,
+)
+from fctune.pages.run_text import describe_method, format_bounds, format_number, format_seconds, format_value
+from fctune.runs.figures import PART_DESCRIPTIONS, Figures
 from fctune.runs.record import RunRecord
-from fctune.runs.results import Accuracy
 from fctune.runs.success import Criterion, CriterionStatus
-from fctune.runs.time_use import PART_DESCRIPTIONS
+from fctune.tasks.evaluation.accuracy import Accuracy
 from fctune.tasks.evaluation.published import Published
 from fctune.tasks.judge import is_valid
 
 DATA_REPORT = "data_report.json"  # output of ``fctune data check --json``, if it was saved in the run directory
 
+_NUM_SHOWN_STEPS = 6  # of which answers are shown
+_STEP = re.compile(r'\{"step": (\d+),')
 _MAX_CASES = 300
 _MAX_EVENTS = 500
 _MAX_OPEN_EVENTS = 30
-_NO_WRAP = "white-space:nowrap"
 _TONES: dict[CriterionStatus, Tone] = {"PASS": "good", "FAIL": "bad", "not measured": "warn"}
 _REPORTED = ("rows", "conversations", "calls", "tools", "defects", "warnings", "duplicates", "near_duplicates")
 _COUNTS = {
@@ -45,14 +62,14 @@ def add_success(page: Page, criteria: Sequence[Criterion], suffix: str = "", is_
     """Add the table of success criteria; for a run that is not over, with a note that they are provisional."""
     rows = [
         [
-            Cell(one.status, classes=_TONES[one.status], style=_NO_WRAP),
+            Cell(one.status, classes=_TONES[one.status], style=NO_WRAP),
             Cell(one.name, style="min-width:6em"),
-            Cell(one.threshold, style=_NO_WRAP),
+            Cell(one.threshold, style=NO_WRAP),
             Cell(one.detail, style="min-width:5em"),
         ]
         for one in criteria
     ]
-    table = make_table([(title, False) for title in ("Status", "Criterion", "Threshold", "Result")], rows)
+    table = Table(["Status", "Criterion", "Threshold", "Result"], rows)
     lead = "" if is_over else "Provisional: the run has not ended."
     page.add_section(f"Success criteria{suffix}", table, lead=lead)
 
@@ -83,7 +100,7 @@ def add_setup(page: Page, record: RunRecord, suffix: str = "") -> None:
         ["profiles", _list_files(record.path, "profile/*.json.gz")],
         ["out-of-memory snapshots", _list_files(record.path, "out-of-memory-*.pickle")],
     ]
-    facts = _make_facts([row for row in rows if row[1] not in (None, "")])
+    facts = make_facts(row for row in rows if row[1] not in (None, ""))
     page.add_section(f"Setup{suffix}", facts, is_folded=bool(suffix))
 
 
@@ -106,12 +123,11 @@ def add_events(page: Page, record: RunRecord, suffix: str) -> None:
         return
     kept = events if len(events) <= _MAX_EVENTS else [e for e in events if e[1] != "step"][:_MAX_EVENTS]
     rows = [list(event) for event in sorted(kept, key=lambda event: event[0])]
-    table = make_table([("Step", False), ("Event", False), ("Details", False)], rows)
-    table = f'<div class="events">{table}</div>'
+    part: Part = Group([Table(["Step", "Event", "Details"], rows)], "events")
     if len(events) > _MAX_OPEN_EVENTS:
         rest = "" if kept is events else f", {len(rows):,} shown"
-        table = f"<details><summary>{format_count(len(events), 'event')}{rest}</summary>{table}</details>"
-    page.add_section(f"Restarts, checkpoints and alerts{suffix}", table, is_folded=bool(suffix))
+        part = Fold(f"{format_count(len(events), 'event')}{rest}", [part])
+    page.add_section(f"Restarts, checkpoints and alerts{suffix}", part, is_folded=bool(suffix))
 
 
 def add_time(page: Page, figures: Figures, suffix: str) -> None:
@@ -124,7 +140,7 @@ def add_time(page: Page, figures: Figures, suffix: str) -> None:
     rows = [
         [PART_DESCRIPTIONS[name], format_seconds(seconds), f"{seconds / total:.1%}"] for name, seconds in parts.items()
     ]
-    table = make_table([("Use", False), ("Time", True), ("Share", True)], rows)
+    table = Table(["Use", Num("Time"), Num("Share")], rows)
     shares = [round(100 * seconds / total, 2) for seconds in parts.values()]
     chart = Chart("bars", list(parts), [Series("share of the time, %", shares)])
     if time.elapsed_s is None or time.goodput is None:
@@ -136,7 +152,7 @@ def add_time(page: Page, figures: Figures, suffix: str) -> None:
             lead += " (one per rank)" if figures.cost is None else _describe_cost(figures, figures.cost)
         lead += ". Goodput is the share of the time spent on training steps that were kept."
     title = "Time" if figures.cost is None else "Time and cost"
-    page.add_section(f"{title}{suffix}", page.make_chart(chart), table, lead=lead)
+    page.add_section(f"{title}{suffix}", chart, table, lead=lead)
 
 
 def _describe_cost(figures: Figures, gpus: float) -> str:
@@ -160,10 +176,10 @@ def _describe_cost(figures: Figures, gpus: float) -> str:
 def add_accuracy(page: Page, accuracy: Accuracy) -> None:
     """Add the accuracy of one suite by category, compared with the base if it was evaluated, and the failures."""
     compared = {row.category: row for row in accuracy.compare()}
-    heads = [("Category", False), ("n", True)]
-    heads += [("Before", True), ("95 % interval", True)] if compared else []
-    heads += [("After" if compared else "Correct", True), ("95 % interval", True), ("0 to 100 %", False)]
-    heads += [("Difference", True), ("95 % interval", True), ("p", True)] if compared else []
+    bounds = Num("95 % interval")
+    heads = ["Category", Num("n"), *([Num("Before"), bounds] if compared else [])]
+    heads += [Num("After" if compared else "Correct"), bounds, "0 to 100 %"]
+    heads += [Num("Difference"), bounds, Num("p")] if compared else []
     rows = []
     for category, after in accuracy.rates():
         cells: list[object] = [category, after["n"]]
@@ -173,8 +189,9 @@ def add_accuracy(page: Page, accuracy: Accuracy) -> None:
             before = rate(row.num_right_before, row.n)
             cells += [f"{before['rate']:.1%}", format_bounds(before)]
         label = f"{after['rate']:.1%}, {format_bounds(after)}" + (f"; before {before['rate']:.1%}" if before else "")
-        drawing = draw_interval(after, before["rate"] if before else None, label, width_px=110)
-        cells += [f"{after['rate']:.1%}", format_bounds(after), Cell(drawing, is_html=True)]
+        other = before["rate"] if before else None
+        drawing = Interval(after["rate"], after["low"], after["high"], other, label, width_px=110)
+        cells += [f"{after['rate']:.1%}", format_bounds(after), drawing]
         if compared:
             difference, low, high = row.difference
             p_value = "< 0.0001" if row.p_value < 0.0001 else f"{row.p_value:.4f}"
@@ -183,8 +200,8 @@ def add_accuracy(page: Page, accuracy: Accuracy) -> None:
     lead = "Strict reading with Wilson intervals (dot and bar)."
     if compared:
         lead += " Before (ring) is the base on the same cases; differences are paired (Tango), p is McNemar's."
-    table = make_table(heads, rows, is_stacked=True)
-    page.add_section(f"Tool-call accuracy: {accuracy.suite}", table, *_make_failures(page, accuracy), lead=lead)
+    table = Table(heads, rows, is_stacked=True)
+    page.add_section(f"Tool-call accuracy: {accuracy.suite}", table, *_make_failures(accuracy), lead=lead)
 
 
 def add_published(page: Page, published: Sequence[Published]) -> None:
@@ -194,16 +211,9 @@ def add_published(page: Page, published: Sequence[Published]) -> None:
         for one in published
         for category, score in one.scores.items()
     ]
-    heads = [
-        ("Benchmark", False),
-        ("Model", False),
-        ("Category", False),
-        ("n", True),
-        ("Score", True),
-        ("Notes", False),
-    ]
+    heads = ["Benchmark", "Model", "Category", Num("n"), Num("Score"), "Notes"]
     lead = "Read from the result files of the benchmarks' own packages; nothing was asked or judged here."
-    page.add_section("Published benchmarks", make_table(heads, rows, is_stacked=True), lead=lead)
+    page.add_section("Published benchmarks", Table(heads, rows, is_stacked=True), lead=lead)
 
 
 def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
@@ -223,36 +233,22 @@ def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
         rows += [[f"skipped: {kind}", f"{count:,}, such as {source['examples'][kind]}"] for kind, count in kinds]
     if report := _read_json(record.path / DATA_REPORT):
         rows += [[f"{DATA_REPORT}: {name.replace('_', ' ')}", report[name]] for name in _REPORTED if name in report]
-    page.add_section(f"Data{suffix}", _make_facts(rows), is_folded=bool(suffix))
+    page.add_section(f"Data{suffix}", make_facts(rows), is_folded=bool(suffix))
 
 
-def _make_failures(page: Page, accuracy: Accuracy) -> list[str]:
+def _make_failures(accuracy: Accuracy) -> list[Part]:
     failures = [row for row in accuracy.after.rows if not is_valid(row)]
     if not failures:
-        return ["<h3>Failures</h3><p>None.</p>"]
-    name = escape(accuracy.after.path.name)
-    cut = f"<p>The first {_MAX_CASES:,} of {len(failures):,} are shown; {name} contains all of them.</p>"
+        return [Heading("Failures"), "None."]
+    parts: list[Part] = [Heading(f"Failures: {len(failures):,}")]
+    if len(failures) > _MAX_CASES:
+        name = accuracy.after.path.name
+        parts.append(f"The first {_MAX_CASES:,} of {len(failures):,} are shown; {name} contains all of them.")
     try:
-        cases = page.make_cases([make_case(row) for row in failures[:_MAX_CASES]], FACETS)
+        return [*parts, Cases([make_case(row) for row in failures[:_MAX_CASES]], FACETS)]
     except KeyError:  # results of an older version, whose rows have fewer fields
         rows = [[row["id"], row["category"], row["verdict"]] for row in failures[:_MAX_CASES]]
-        cases = make_table([("Case", False), ("Category", False), ("Error", False)], rows)
-    return [f"<h3>Failures: {len(failures):,}</h3>", cut if len(failures) > _MAX_CASES else "", cases]
-
-
-def _make_facts(rows: list[list[object]]) -> str:
-    """Return the HTML of a table of names and values, whose names do not break inside a word on a phone."""
-    return f'<div class="facts">{make_table([("", False), ("Value", False)], rows)}</div>'
-
-
-def describe_method(adapter: dict[str, Any] | None) -> str:
-    """Describe what was trained: all weights, or adapters with their settings."""
-    if not adapter:
-        return "all weights"
-    kinds = [adapter.get("scaling", "standard"), *(["DoRA"] if adapter.get("dora") else [])]
-    stored = adapter.get("base", "bf16")  # which keeps the run's precision
-    base = f", base quantised to {stored}" if stored != "bf16" else ""
-    return f"LoRA, rank {adapter['rank']}, alpha {adapter['alpha']:g} ({', '.join(kinds)}){base}"
+        return [*parts, Table(["Case", "Category", "Error"], rows)]
 
 
 def _list_files(folder: Path, pattern: str) -> str:
@@ -276,3 +272,81 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def add_rollouts(page: Page, record: RunRecord, suffix: str = "") -> None:
+    """Add the time shares and examples of a run with rollouts; nothing for other runs."""
+    if not record.metrics.has("generation_time_s"):
+        return
+    page.add_section(
+        f"Time of learning from answers{suffix}",
+        Table(["Part", Num("Seconds"), Num("Share of all steps")], _make_shares(record)),
+        lead="Generation may overlap with training: what training waits for is the first line. Judging is a sum over "
+        "ranks and part of generation.",
+    )
+    if examples := list(_iter_examples(record)):
+        page.add_section(
+            f"Answers over time{suffix}",
+            Cases(examples, {"step": "Step", "reward": "Reward"}),
+            lead="Of some steps, the best and the worst answer of one group.",
+        )
+
+
+def _make_shares(record: RunRecord) -> list[list[object]]:
+    def total(name: str) -> float:
+        return sum(value or 0.0 for value in record.metrics.column(name)) if record.metrics.has(name) else 0.0
+
+    steps_s, waiting_s = total("step_time_s"), total("data_time_s")
+    parts = {
+        "waiting for answers": waiting_s,
+        "training": steps_s - waiting_s,
+        "generation and judging": total("generation_time_s"),
+        "judging": total("judging_time_s"),
+        "publishing the policy": total("publish_time_s"),
+    }
+    return [[name, f"{seconds:,.1f}", f"{seconds / steps_s:.2%}"] for name, seconds in parts.items()]
+
+
+def _iter_examples(record: RunRecord) -> Iterator[dict[str, Any]]:
+    answered = [
+        step
+        for step, answers in zip(record.metrics.steps, record.metrics.column("answers"), strict=True)
+        if answers is not None
+    ]
+    last = len(answered) - 1
+    places = range(_NUM_SHOWN_STEPS) if answered else ()
+    wanted = sorted({answered[round(i * last / (_NUM_SHOWN_STEPS - 1))] for i in places})
+    for step, rows in _read_groups(record.files.rollouts, wanted).items():
+        best = max(rows, key=lambda row: row["reward"])
+        worst = min(rows, key=lambda row: row["reward"])
+        for row in (best, worst) if worst["reward"] < best["reward"] else (best,):
+            parts = ", ".join(f"{name} {value:g}" for name, value in row["parts"].items())
+            yield {
+                "title": f"step {step}, {row['case_id']}",
+                "tags": [f"reward {row['reward']:g}", *(["cut off"] if row["is_cut"] else [])],
+                "facets": {"step": str(step), "reward": f"{row['reward']:g}"},
+                "parts": [
+                    {"heading": "Answer", "text": row["text"] or row["error"] or "(empty)", "kind": "text"},
+                    {"heading": "Parts of the reward", "text": parts, "kind": "text"},
+                ],
+            }
+
+
+def _read_groups(path: Path, steps: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+    """Return the first trained group of each step, without holding the complete log of answers in memory."""
+    groups: dict[int, list[dict[str, Any]]] = {}
+    if not path.is_file():
+        return groups
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            found = _STEP.match(line)
+            if found is None or (step := int(found[1])) not in steps:
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:  # truncated by a kill
+                continue
+            group = groups.setdefault(step, [])
+            if row["advantage"] is not None and (not group or group[0]["case_id"] == row["case_id"]):
+                group.append(row)
+    return {step: group for step, group in groups.items() if group}

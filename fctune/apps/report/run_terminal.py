@@ -13,11 +13,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fctune.apps.report.run_text import describe_outcome, exit_reason, format_figure, format_number, format_seconds
 from fctune.config.intervals import format_count
+from fctune.pages.run_text import describe_outcome, exit_reason, format_figure, format_number, format_seconds
 from fctune.runs.figures import FINAL_STEPS, Figures, describe_run
-from fctune.runs.metrics_file import Column
-from fctune.runs.record import RunRecord
+from fctune.runs.record import Column, RunRecord
 from fctune.runs.success import Criterion, format_criteria
 
 RECENT = 100  # steps that current figures are computed over

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.report.page import Cell, Chart, Page, Series, Tone, escape, make_table
-from fctune.apps.report.run_charts import add_run_charts
-from fctune.apps.report.run_text import format_figure, format_number, format_seconds, format_value
-from fctune.apps.sweep.driver import read_record
-from fctune.apps.sweep.halving import measure
+from fctune.apps.sweep.driver import measure, read_record
 from fctune.apps.sweep.sampling import describe_settings, short_names
 from fctune.apps.sweep.study import STOPPED, Status, Study, SweepRun
 from fctune.base.files import write_atomically
 from fctune.config.intervals import format_count
+from fctune.pages.page import NO_WRAP, Cell, Chart, Group, Num, Page, Pre, Series, Table, Tile, Tone
+from fctune.pages.run_charts import add_run_charts
+from fctune.pages.run_text import format_figure, format_number, format_seconds, format_value
 from fctune.runs.figures import Figures, describe_run
 from fctune.runs.record import RunRecord
 
@@ -134,21 +133,19 @@ def make_sweep_page(study: Study, rows: list[Row]) -> Page:
     _add_tiles(page, study, rows, best)
     page.add_section("Runs", _make_table(study, rows), lead=_describe_order(study))
     if best is not None:
-        text = f"fctune train {study.path / 'best.yaml'}"
-        page.add_section("Launch the best", f'<div class="case"><pre>{escape(text)}</pre></div>')
-    charts = [chart for key in list_keys(study) if (chart := _draw_key(page, study, rows, key))]
+        page.add_section("Launch the best", Pre(f"fctune train {study.path / 'best.yaml'}"))
+    charts = [chart for key in list_keys(study) if (chart := _draw_key(study, rows, key)) is not None]
     if charts:
         lead = (
             "Each point is the runs with that value: the best of them and their median, of stopped runs the last value."
         )
-        page.add_section(f"{spec.metric} by setting", f'<div class="pair">{"".join(charts)}</div>', lead=lead)
+        page.add_section(f"{spec.metric} by setting", Group(charts, "pair"), lead=lead)
     drawn = [row for row in rows if row.record is not None and row.record.metrics.steps][:_NUM_DRAWN]
     if drawn:
         num_measured = sum(row.record is not None and bool(row.record.metrics.steps) for row in rows)
         if num_measured > len(drawn):
-            page.add_section(
-                "Curves", f"<p>The charts below show the best {len(drawn)} of {format_count(num_measured, 'run')}.</p>"
-            )
+            num_runs = format_count(num_measured, "run")
+            page.add_section("Curves", f"The charts below show the best {len(drawn)} of {num_runs}.")
         add_run_charts(page, [row.run.title for row in drawn], [row.record for row in drawn if row.record is not None])
     return page
 
@@ -160,7 +157,7 @@ def list_keys(study: Study) -> list[str]:
 
 def _add_tiles(page: Page, study: Study, rows: list[Row], best: Row | None) -> None:
     counts = {status: sum(row.status == status for row in rows) for status in _ORDER}
-    tiles: list[tuple[str, str, Tone]] = []
+    tiles: list[Tile] = []
     if best is not None:
         tiles.append((f"{best.value:.5g}", f"{study.sweep.spec.metric} of the best run, {best.run.name}", "good"))
     tiles.append((f"{counts['completed']} of {len(rows)}", "runs completed", ""))
@@ -181,12 +178,12 @@ def _describe_order(study: Study) -> str:
     return lead
 
 
-def _make_table(study: Study, rows: list[Row]) -> str:
+def _make_table(study: Study, rows: list[Row]) -> Table:
     keys = list_keys(study)
-    columns = [("run", False), *((name, True) for name in short_names(keys)), (study.sweep.spec.metric, True)]
-    columns += [("status", False), ("steps", True), ("tokens/s", True), ("peak memory", True), ("time", True)]
+    columns = ["run", *map(Num, short_names(keys)), Num(study.sweep.spec.metric), "status"]
+    columns += map(Num, ("steps", "tokens/s", "peak memory", "time"))
     has_reasons = any(row.reason for row in rows)
-    columns += [("why", False)] if has_reasons else []
+    columns += ["why"] if has_reasons else []
     body = []
     for row in rows:
         figures = row.figures
@@ -197,7 +194,7 @@ def _make_table(study: Study, rows: list[Row]) -> str:
             status_text = status + (f", attempt {len(row.run.attempts)}" if len(row.run.attempts) > 1 else "")
         cells: list[object] = [row.run.name]
         cells += [_format_setting(row.run.settings[key]) if key in row.run.settings else "" for key in keys]
-        cells += [format_figure(row.value, ".5g"), Cell(status_text, _TONES[status], "white-space: nowrap")]
+        cells += [format_figure(row.value, ".5g"), Cell(status_text, _TONES[status], NO_WRAP)]
         cells += [
             f"{figures.num_steps:,}" if figures else "",
             format_figure(figures.tokens_per_s, ",.0f") if figures else "",
@@ -205,11 +202,11 @@ def _make_table(study: Study, rows: list[Row]) -> str:
             format_seconds(figures.time.elapsed_s) if figures else "",
         ]
         body.append([*cells, *([row.reason] if has_reasons else [])])
-    return make_table(columns, body, is_stacked=True)
+    return Table(columns, body, is_stacked=True)
 
 
-def _draw_key(page: Page, study: Study, rows: list[Row], key: str) -> str:
-    """Return a chart of the metric over a key's values; empty if fewer than two values were measured."""
+def _draw_key(study: Study, rows: list[Row], key: str) -> Chart | None:
+    """Return a chart of the metric over a key's values; None if fewer than two values were measured."""
     found: dict[Any, list[float]] = {}
     for row in rows:
         if row.value is not None and row.status in ("completed", "stopped early") and key in row.run.settings:
@@ -217,7 +214,7 @@ def _draw_key(page: Page, study: Study, rows: list[Row], key: str) -> str:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             found.setdefault(value if is_number else format_value(value), []).append(row.value)
     if len(found) < 2:
-        return ""
+        return None
     best = max if study.sweep.spec.is_maximized else min
     is_line = all(isinstance(value, int | float) for value in found)
     labels = sorted(found) if is_line else list(found)
@@ -229,7 +226,7 @@ def _draw_key(page: Page, study: Study, rows: list[Row], key: str) -> str:
     metric = study.sweep.spec.metric
     series = series if any(len(values) > 1 for values in found.values()) else series[:1]
     kind: Any = "lines" if is_line else "bars"
-    return page.make_chart(Chart(kind, labels, series, key, metric, is_log_labels=is_log), key)
+    return Chart(kind, labels, series, key, metric, is_log_labels=is_log, title=key)
 
 
 def _format_setting(value: Any) -> str:

@@ -25,11 +25,10 @@ from fctune.config.loading import compose_config, format_problems
 from fctune.config.schema import RunConfig
 from fctune.config.yaml_text import dump_yaml
 from fctune.models.run_config import load_run_config
-from fctune.runs.metrics_file import MetricsFile
-from fctune.training.directory_lock import DirectoryLock
+from fctune.runs.directory import DirectoryLock, RunFiles
+from fctune.runs.record import MetricsFile
 
 STOPPED = 75  # exit code of a run that was stopped and has saved
-_ENDS = ("exit.json", "not_started.json")
 WRONG_INPUT = 2
 
 Status = Literal["waiting", "running", "completed", "stopped early", "failed"]
@@ -129,19 +128,16 @@ class Study:
 
     def metrics(self, run: SweepRun) -> MetricsFile:
         """Return the metrics of a run up to now."""
-        file = self._metrics.setdefault(run.number, MetricsFile(self.run_dir(run) / "metrics.jsonl"))
+        file = self._metrics.setdefault(run.number, MetricsFile(RunFiles(self.run_dir(run)).metrics))
         file.update()
         return file
 
     def read_exit(self, run: SweepRun) -> dict[str, Any] | None:
         """Return exit.json of a run, or why the last attempt did not start; None if it wrote neither."""
-        for name in _ENDS:
-            try:
-                found: dict[str, Any] = json.loads((self.run_dir(run) / name).read_text(encoding="utf-8"))
-                return {"code": int(found["code"]), "reason": str(found.get("reason", "")), "step": found.get("step")}
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
-        return None
+        found = RunFiles(self.run_dir(run)).read_end()
+        if found is None:
+            return None
+        return {"code": found["code"], "reason": str(found.get("reason", "")), "step": found.get("step")}
 
     def read(self) -> None:
         """Read what an earlier start of the same sweep left, if there was one.
@@ -198,8 +194,7 @@ class Study:
 
     def begin_attempt(self, run: SweepRun, job: str) -> None:
         """Record that a run is about to be started as ``job``, and write its config."""
-        for name in (*_ENDS, "stop", "stop-for-good"):
-            (self.run_dir(run) / name).unlink(missing_ok=True)
+        RunFiles(self.run_dir(run)).clear_ends()
         write_atomically(self.config_path(run), self.render_config(run))
         run.attempts.append(Attempt(job, datetime.now(UTC).isoformat("T", "seconds")))
 

@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.base.errors import ConfigError
+from fctune.base.processes import Child
 from fctune.config.parsing import suggest
 from fctune.data.conversation import Call, Tool
 from fctune.data.tool_schema import ToolSet
@@ -78,13 +78,14 @@ class WorkerProcess:
         allowed = {"memory_bytes": limits.memory_bytes, "result_bytes": limits.result_bytes}
         # One thread per process: memory limits count what idle threads of numerical libraries reserve.
         environment = list_variables() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        self._popen = subprocess.Popen(
+        # It ends when its input does, and may be started on a thread of rollouts, which ends earlier.
+        self._child = Child(
             [sys.executable, "-P", "-m", "fctune.tasks.environments.worker", reference, json.dumps(allowed)],
+            environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=environment,
-            start_new_session=True,
+            ends_with_thread=False,
         )
 
     def exchange(self, request: dict[str, Any], limit_s: float, max_bytes: int) -> bytes:
@@ -93,12 +94,12 @@ class WorkerProcess:
         Raises:
             ProcessError: No reply arrives in time, or it is too large.
         """
-        assert self._popen.stdin is not None
+        assert self._child.stdin is not None
         deadline = time.monotonic() + limit_s
         content = json.dumps(request).encode()
         try:
-            self._popen.stdin.write(_HEADER.pack(len(content)) + content)
-            self._popen.stdin.flush()
+            self._child.stdin.write(_HEADER.pack(len(content)) + content)
+            self._child.stdin.flush()
         except OSError:
             raise ProcessError(self._describe_end()) from None
         (size,) = _HEADER.unpack(self._read(_HEADER.size, deadline, limit_s))
@@ -108,17 +109,12 @@ class WorkerProcess:
 
     def end(self) -> None:
         """Kill the process and those that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
-        for pipe in (self._popen.stdin, self._popen.stdout, self._stderr):
-            with suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
+        self._child.end()
+        self._stderr.close()
 
     def _read(self, size: int, deadline: float, limit_s: float) -> bytes:
-        assert self._popen.stdout is not None
-        descriptor, content = self._popen.stdout.fileno(), b""
+        assert self._child.stdout is not None
+        descriptor, content = self._child.stdout.fileno(), b""
         while len(content) < size:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([descriptor], [], [], left)[0]:
@@ -130,9 +126,8 @@ class WorkerProcess:
         return content
 
     def _describe_end(self) -> str:
-        try:
-            code = self._popen.wait(5.0)
-        except subprocess.TimeoutExpired:
+        code = self._child.wait(5.0)
+        if code is None:
             return "closed its pipes"
         self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, self._stderr.tell() - 4096))

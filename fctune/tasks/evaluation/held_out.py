@@ -21,6 +21,7 @@ from fctune.data.sources import read_source, scan_source
 from fctune.data.sources.columns import Columns
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
+from fctune.runs.directory import RunFiles
 from fctune.tasks.suite_files import load_suite
 from fctune.tasks.task import AnyCase, Case
 
@@ -75,7 +76,7 @@ def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path 
 
 def _find_run(path: Path) -> Path | None:
     path = path.resolve()
-    return next((found for found in (path, *path.parents[:_MAX_DEPTH]) if (found / "run.json").is_file()), None)
+    return next((found for found in (path, *path.parents[:_MAX_DEPTH]) if RunFiles(found).run.is_file()), None)
 
 
 class _Source(NamedTuple):
@@ -89,7 +90,7 @@ class _Source(NamedTuple):
 
 def _read_sources(run: Path) -> list[_Source]:
     try:
-        config = json.loads((run / "run.json").read_text(encoding="utf-8"))["config"]
+        config = json.loads(RunFiles(run).run.read_text(encoding="utf-8"))["config"]
         data, grpo = config["data"], config.get("grpo")
         kind: Literal["rows", "pairs"] = "pairs" if data.get("pairs") else "rows"
         named = [source for source in data["sources"] if source["path"]]
@@ -100,7 +101,7 @@ def _read_sources(run: Path) -> list[_Source]:
         cases = "" if grpo is None else str(grpo["cases"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{run / 'run.json'}: does not name the run's training data ({type(error).__name__}). "
+            f"{RunFiles(run).run}: does not name the run's training data ({type(error).__name__}). "
             "Copy the file from the run again, or move it away to evaluate without comparing."
         ) from None
     if cases.startswith((RECORDED, "synthetic:")):

@@ -7,7 +7,6 @@ all calls of a turn, and a parser may raise. A model may therefore be better or 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.base.errors import ConfigError
+from fctune.base.processes import run_command
 from fctune.calls.formats.base import Server
 from fctune.calls.judge import Judgement
 from fctune.engines.engine import Answer
@@ -105,18 +105,17 @@ def run_server_parser(
     command += [reasoning_parser] if reasoning_parser else []
     given = "".join(json.dumps(request) + "\n" for request in requests)
     try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout_s)
+        done = run_command(command, given.encode(), timeout_s)
     except OSError as error:
         raise ConfigError(
             f"{server}: {python} cannot be started ({error.strerror}). Pass the Python of an environment with {server}."
         ) from None
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{server}: its parser {parser} did not finish within {timeout_s:g} s.") from None
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        reason = lines[-1] if lines else f"exit code {done.returncode}"
+    if done.code is None:
+        raise ConfigError(f"{server}: its parser {parser} did not finish within {timeout_s:g} s.")
+    if done.code != 0:
+        reason = done.errors.last_line or f"exit code {done.code}"
         raise ConfigError(f"{server}: its parser {parser} cannot be run in {python} ({reason}).")
-    first, *lines = done.stdout.splitlines()
+    first, *lines = done.output.text.splitlines()
     return json.loads(first)["version"], {reply["id"]: reply for reply in map(json.loads, lines)}
 
 

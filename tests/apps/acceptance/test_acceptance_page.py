@@ -13,13 +13,13 @@ import pytest
 from fctune.apps.acceptance.checks import judge_run
 from fctune.apps.acceptance.config import AcceptanceConfig, FaultConfig, ThresholdConfig
 from fctune.apps.acceptance.metrics import CHECKS
+from fctune.apps.acceptance.page import write_acceptance_html
 from fctune.apps.acceptance.result import make_result, read_result, read_schema, write_result
 from fctune.apps.acceptance.watch import EarlyEnd
-from fctune.apps.report.acceptance_page import write_acceptance_html
 from fctune.base.errors import ConfigError
 from fctune.cli import main
 from tests.apps.acceptance.samples import HOSTS, all_pairs, collectives, healthy
-from tests.apps.report.browser import needs_chromium, open_page, take_screenshot
+from tests.pages.browser import needs_chromium, open_page, take_screenshot
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 

@@ -1,10 +1,11 @@
-"""Plans compared with published figures, on this project's configs and clusters; the GPU table."""
+"""Plans of this project's configs on their clusters; the search, and the table of GPUs."""
 
 from __future__ import annotations
 
 import json
 import math
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -14,14 +15,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.planner import read_gpu_results
 from fctune.apps.plan import table
-from fctune.apps.plan.memory import MemoryModel
-from fctune.apps.plan.memory_timeline import Setting
-from fctune.apps.plan.models import format_overrides, list_overrides
+from fctune.apps.plan.estimate import COMPILE_S, SETUP_S
 from fctune.apps.plan.plan import Plan, make_plan
-from fctune.apps.plan.plan_request import PlanRequest
-from fctune.apps.plan.speed import UNMEASURED_RANGE, count_communication, count_flops
-from fctune.apps.plan.storage import optimal_save_interval
+from fctune.apps.plan.request import PlanRequest
 from fctune.apps.plan.table import print_plan
 from fctune.base.errors import ConfigError
 from fctune.base.gpus import GPUS, find_gpu
@@ -30,113 +28,25 @@ from fctune.cli import main
 from fctune.config.cache import prepared_root
 from fctune.config.loading import load_config
 from fctune.data.prepared_set import prepare
-from tests.apps.plan.sample_plans import GIB, LLAMA, cap_power, estimate_rate, make_config, make_memory
+from fctune.parallel.search import format_overrides, list_overrides
 from tests.configs.cluster_cases import CASES
 from tests.conftest import ROOT, TINY_BASE
-
-
-def tensor_gib(memory: MemoryModel, setting: Setting) -> float:
-    """Return the GiB of tensors, as torch reports them."""
-    parts = memory.peak(setting).footprint
-    return (parts.total - parts.context - parts.fragmentation) / GIB
-
-
-def reserved_by_torchtitan(memory: MemoryModel, setting: Setting) -> float:
-    """Return the GiB as torchtitan reports them: reserved by the allocator, without CUDA's context.
-
-    torchtitan keeps the other products (first, third, fifth and seventh): one more tensor of the model's width.
-    """
-    parts = memory.peak(setting).footprint
-    more = 2 * 8192 * 4096 * 2 * 32
-    return (parts.total - parts.context + more) / GIB
-
-
-TORCHTITAN_GPU = cap_power(find_gpu("h100"), 500, 700)
-
-
-def torchtitan(precision: str, is_compiled: bool) -> MemoryModel:
-    """torchtitan's benchmarks/llama3_h100_202412: Llama 3.1 8B, length 8192, 2 packs per GPU, policy op,
-    all logits at once, on 96 GB H100s limited to 500 W. Only the allocator's losses were fitted to it.
-    """
-    raw = {"precision": precision, "activation_checkpointing": {"fraction": 1.0, "policy": "op"}}
-    config = make_config(LLAMA, 8192, micro_batch_size=2, compile=is_compiled, **raw)
-    return make_memory(config, 95, max_logits=math.inf)
-
-
-# GPUs, precision, compiled; tokens per second of each GPU, and GiB reserved, as published.
-PUBLISHED = {
-    (8, "bf16_mixed", False): (5762, 82.4),
-    (8, "bf16_mixed", True): (6667, 77.0),
-    (8, "float8_mixed", True): (8532, 76.8),
-    (128, "bf16_mixed", False): (5605, 67.0),
-    (128, "bf16_mixed", True): (6514, 62.0),
-    (128, "float8_mixed", True): (8380, 61.8),
-}
-
-
-@pytest.fixture(scope="module")
-def planned_rates() -> dict[tuple[int, str, bool], float]:
-    """Return the planned tokens per second of torchtitan's published runs."""
-    rates = {}
-    for num_gpus, precision, is_compiled in PUBLISHED:
-        memory, setting = torchtitan(precision, is_compiled), Setting("fsdp", 1, num_gpus, 1.0, 2)
-        rate = estimate_rate(memory, TORCHTITAN_GPU, setting, max_logits=math.inf)
-        rates[num_gpus, precision, is_compiled] = rate
-    return rates
-
-
-@pytest.mark.parametrize(("num_gpus", "precision", "is_compiled"), PUBLISHED)
-def test_torchtitans_8b_needs_the_planned_memory_within_a_tenth(
-    num_gpus: int, precision: str, is_compiled: bool
-) -> None:
-    memory, setting = torchtitan(precision, is_compiled), Setting("fsdp", 1, num_gpus, 1.0, 2)
-    published = PUBLISHED[num_gpus, precision, is_compiled][1]
-    assert reserved_by_torchtitan(memory, setting) == pytest.approx(published, rel=0.1)
-
-
-def test_torchtitans_runs_take_no_longer_than_the_range_of_a_plan(
-    planned_rates: dict[tuple[int, str, bool], float],
-) -> None:
-    """Its GPUs have another memory and less power, and it shards all weights: it is a quarter to a third slower."""
-    for run, (published, _) in PUBLISHED.items():
-        assert UNMEASURED_RANGE[0] < planned_rates[run] / published < UNMEASURED_RANGE[1], run
-
-
-def test_compiling_float8_and_more_nodes_change_the_planned_speed_as_published(
-    planned_rates: dict[tuple[int, str, bool], float],
-) -> None:
-    eager, compiled, rounded = (run for run in PUBLISHED if run[0] == 8)
-    for faster, slower in ((compiled, eager), (rounded, compiled), *(((128, *run[1:]), run) for run in (compiled,))):
-        published = PUBLISHED[faster][0] / PUBLISHED[slower][0]
-        assert planned_rates[faster] / planned_rates[slower] == pytest.approx(published, rel=0.05)
-
-
-@pytest.mark.parametrize(("model", "measured"), [(LLAMA, 12_473), ("hf:Qwen/Qwen2.5-7B", 14_110)])
-def test_nemos_lora_is_slower_than_the_plan_by_at_most_a_sixth(model: str, measured: int) -> None:
-    """NeMo Automodel docs/performance-summary: 1 H100, rank 16, length 4096, micro-batch 2."""
-    config = make_config(model, 4096, adapter={"rank": 16}, micro_batch_size=2, compile=True)
-    memory, gpu, setting = make_memory(config, 79.1), find_gpu("h100"), Setting("none", 1, 1, 0.0, 2)
-    assert 1 < estimate_rate(memory, gpu, setting) / measured < 7 / 6
-
-
-def test_torchtunes_8b_lora_is_within_a_tenth() -> None:
-    """torchtune's README: one A6000, length 2048, micro-batch 2, compiled: 30.3 GiB; rank 8 is assumed."""
-    adapter = {"rank": 8, "modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
-    config = make_config(LLAMA, 2048, adapter=adapter, micro_batch_size=2, compile=True)
-    assert tensor_gib(make_memory(config, 47.4), Setting("none", 1, 1, 0.0, 2)) == pytest.approx(30.3, rel=0.1)
+from tests.parallel.sample_plans import GIB, LLAMA, make_config
 
 
 def test_72b_on_64_h100_takes_less_than_3000_gpu_hours_for_9_billion_tokens() -> None:
     """Assumed: an instruction set of 4.5 billion tokens (5 million rows of 900), two epochs."""
     config = load_config(ROOT / "configs" / "qwen2_5_72b_full.yaml", ["data.validation_share=0"])
     plan = make_plan(config, PlanRequest(find_gpu("h100"), 8, 8, rows=5_000_000, mean_tokens=900))
-    assert plan.hours is not None
+    assert plan.estimate.hours is not None
     assert plan.hours_range is not None
     # 6 operations per weight and token at the rate of products, and nothing else, is the least.
     least = 6 * 72.7e9 * 2 * 4.5e9 / (989e12 * 0.726) / 3600
-    assert least < plan.hours_range[0] * 64 < plan.hours * 64 < plan.hours_range[1] * 64 < 3300
+    assert least < plan.hours_range[0] * 64 < plan.estimate.hours * 64 < plan.hours_range[1] * 64 < 3300
 
 
+FULL = {"precision": "bf16_mixed", "compile": True}
+FULL_CONFIG = str(ROOT / "configs" / "llama3_1_8b_full.yaml")
 ALL = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith("acceptance_"))
 
 
@@ -213,38 +123,6 @@ def test_a_matching_prepared_set_is_counted_and_another_is_not(tmp_path: Path) -
     assert make_plan(config, request).rows is None
 
 
-def test_a_step_takes_longer_when_more_is_computed_or_sent() -> None:
-    config = make_config(LLAMA, 4096, precision="bf16_mixed", compile=True)
-    memory, gpu = make_memory(config, 79.1), find_gpu("h100")
-    setting = Setting("fsdp", 1, 16, 0.0, 1)
-    rate = estimate_rate(memory, gpu, setting)
-    assert estimate_rate(memory, gpu, replace(setting, fraction=1.0)) < rate
-    assert estimate_rate(memory, replace(gpu, nic_gb_s=1.0), setting) < rate / 2
-    # Replicas on each node exchange only reduced gradients.
-    slow = replace(gpu, nic_gb_s=5.0)
-    assert estimate_rate(memory, slow, Setting("hsdp", 2, 8, 0.0, 1)) > estimate_rate(memory, slow, setting)
-
-
-def test_flops_are_6n_for_all_weights_and_4n_over_a_frozen_base() -> None:
-    full = make_memory(make_config(LLAMA, 4096, precision="bf16_mixed"), 79.1)
-    lora = make_memory(make_config(LLAMA, 4096, adapter={"rank": 16}), 79.1)
-    blocks, head = 32 * 218_103_808, 128_256 * 4096
-    assert count_flops(full, 0.0, 0.0, 0.0).total == 6 * blocks
-    # The last product of a block is not recomputed.
-    assert count_flops(full, 1.0, 0.0, 0.0).total == 8 * blocks - 2 * 32 * 14336 * 4096
-    assert count_flops(full, 0.0, 0.25, 0.0, math.inf).head == 6 * head / 4
-    added = count_flops(lora, 0.0, 0.0, 0.0).total - 4 * blocks
-    assert added == 6 * 41_943_040  # rank 16 on all seven linears
-    assert count_flops(lora, 0.0, 1.0, 0.0, math.inf).head == 4 * head
-
-
-def test_the_save_interval_follows_young_and_daly() -> None:
-    assert optimal_save_interval(10, 86_400) == pytest.approx(math.sqrt(2 * 10 * 86_400), rel=0.01)
-    assert optimal_save_interval(300, 100) == 100
-    lost = {w: 20 / w + w / 2 / 40_000 for w in range(100, 5000)}
-    assert optimal_save_interval(20, 40_000) == pytest.approx(min(lost, key=lambda w: lost[w]), rel=0.03)
-
-
 RECOMMENDATIONS = {
     # Five GPU-hours of training: a second node makes start-up dearer than the time that it saves.
     "short": ("llama3_1_8b_lora", {"rows": 150_000, "mean_tokens": 500.0}, None, 1),
@@ -304,22 +182,6 @@ def test_every_gpu_in_the_table_names_its_sources() -> None:
         assert gpu.fp8_tflops is None or gpu.fp8_tflops == pytest.approx(2 * gpu.bf16_tflops, rel=0.02), gpu.name
 
 
-def test_a_reference_adds_a_forward_pass_of_the_base() -> None:
-    data = {"sources": [{"path": "hf:some/pairs"}], "seq_len": 4096, "pairs": True}
-    sft, simpo, dpo = (
-        make_memory(make_config(LLAMA, 4096, adapter={"rank": 16}, **changes), 79.1)
-        for changes in ({}, *({"data": data, "preference": {"loss": loss}} for loss in ("simpo", "dpo")))
-    )
-    plain, free, compared = (count_flops(memory, 0.0, 0.25, 100.0, math.inf) for memory in (sft, simpo, dpo))
-    assert free == plain
-    assert compared.reference == 2 * 32 * 218_103_808 + 4 * 32 * 4096 * 100
-    assert compared.head - plain.head == 0.25 * 2 * 128_256 * 4096
-    setting = Setting("fsdp", 1, 8, 0.0, 1)
-    assert dpo.peak(setting) == sft.peak(setting)  # the policy and the reference are one model
-    gathered = [count_communication(memory, setting, 1)[0] for memory in (sft, dpo)]
-    assert gathered[1] > 1.4 * gathered[0]
-
-
 RUNS_THAT_RESTRICT_LAYOUTS = [
     ("qwen3_30b_a3b_lora", []),
     ("qwen3_30b_a3b_lora", ["parallel.expert=8", "compile=false"]),
@@ -361,3 +223,83 @@ def test_ranks_over_which_experts_cannot_be_spread_are_refused_by_the_plan() -> 
     config = load_config("qwen3_30b_a3b_lora", ["parallel.expert=8", "compile=false"])
     with pytest.raises(ConfigError, match=r"parallel\.expert=8: does not divide the 4 ranks"):
         make_plan(config, PlanRequest(gpu=find_gpu("h100"), gpus_per_node=4))
+
+
+def test_hours_in_the_search_include_saves_and_failures() -> None:
+    config = make_config(LLAMA, 2048, adapter={"rank": 8}, compile=True, parallel={"mode": "ddp"})
+    request = PlanRequest(
+        find_gpu("h100"), 1, 8, rows=100_000, mean_tokens=500, failures_per_gpu_day=50.0, is_searching=True
+    )
+    plan = make_plan(config, request)
+    best = plan.scaling[0].best
+    assert best is not None
+    assert (best.setting.mode, best.setting.replicate) == ("ddp", 8)
+    assert plan.estimate.storage.lost_share > 0.01
+    assert plan.num_steps is not None
+    without = plan.num_steps * best.time.total_s / 3600
+    started = plan.estimate.startup.total_s / 3600
+    assert plan.scaling[0].hours == pytest.approx(started + without / (1 - plan.estimate.storage.lost_share))
+
+
+def test_a_run_that_loses_most_of_its_time_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", FULL_CONFIG, "--nodes", "2", "--failures-per-gpu-day", "100"]) == 0
+    assert "the run hardly advances" in capsys.readouterr().out
+    assert main(["plan", "--config", FULL_CONFIG, "--nodes", "2"]) == 0
+    assert "the run hardly advances" not in capsys.readouterr().out
+
+
+def test_float32_runs_at_the_rate_without_tensor_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    request = PlanRequest(find_gpu("h100"), 2, 8)
+    alike = {"compile": True, "activation_checkpointing": {"fraction": 1.0}}
+    wide = make_plan(make_config(LLAMA, 4096, precision="fp32", **alike), request)
+    narrow = make_plan(make_config(LLAMA, 4096, precision="bf16", **alike), request)
+    # Recomputed kernels between products move twice the bytes at the same rate.
+    assert wide.estimate.time.compute_s == pytest.approx(narrow.estimate.time.compute_s * 989 / 67, rel=0.05)
+    unknown = ["--gpu", "mine", "--gpu-memory-gib", "80", "--tflops", "900"]
+    for arguments, is_unknown in (([], False), (unknown, True)):
+        main(["plan", "--config", FULL_CONFIG, "--nodes", "2", "precision=fp32", *arguments])
+        out = capsys.readouterr().out
+        assert ("the rate of precision=fp32 is unknown for this GPU; bf16's was used" in out) is is_unknown
+        assert ("of 67 TFLOP/s" in out) is not is_unknown
+
+
+def test_offloading_costs_time() -> None:
+    request = PlanRequest(find_gpu("h100"), 1, 8)
+    here = make_plan(make_config(LLAMA, 4096, parallel={"mode": "fsdp"}, **FULL), request)
+    away = make_plan(make_config(LLAMA, 4096, parallel={"mode": "fsdp", "cpu_offload": True}, **FULL), request)
+    part = 8_030_261_248 / 8
+    # 8 micro-batches of 2 over 8 ranks: each copies the float32 shards twice to the GPU and the gradients to the host.
+    assert away.setting.accumulation == 8
+    assert away.estimate.time.host_s == pytest.approx(8 * (2 * 4 * part + 4 * part) / 25e9, rel=0.01)
+    # The host reads weights, gradients and two moments, and writes all but the gradients.
+    assert away.estimate.time.update_s == pytest.approx(4 * 8 * part / 40e9, rel=0.01)
+    assert away.estimate.time.total_s > here.estimate.time.total_s
+    checkpointing = {"fraction": 1.0, "offload": True}
+    kept = make_plan(make_config(LLAMA, 4096, activation_checkpointing=checkpointing, **FULL), request)
+    assert kept.estimate.time.host_s == pytest.approx(
+        2 * 32 * 4096 * 2 * (16 * 4096) / 25e9
+    )  # each block's input, in both directions
+
+
+def test_a_micro_batch_is_no_larger_than_a_ranks_share_of_the_batch() -> None:
+    request = PlanRequest(find_gpu("h100"), 2, 8)
+    sizes = {"adapter": {"rank": 8}, "global_batch_size": 16}
+    small, large = (make_plan(make_config(LLAMA, 4096, micro_batch_size=size, **sizes), request) for size in (1, 64))
+    assert large.fits
+    assert (large.setting, large.peak, large.estimate.time) == (small.setting, small.peak, small.estimate.time)
+
+
+def test_steps_bounded_by_the_config_are_not_reported_as_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", FULL_CONFIG, "--nodes", "2", "max_steps=100"]) == 0
+    out = capsys.readouterr().out
+    assert "100 steps: " in out
+    assert "hours are unknown" not in out
+    assert "max_steps of full packs are assumed" in out
+
+
+def test_setup_and_compilation_take_as_long_as_measured_on_an_h100() -> None:
+    rows = [row for row in read_gpu_results().values() if "first_step_s" in row]
+    assert len(rows) >= 6
+    compiling = [row["first_step_s"] - statistics.median(row["tried"][0]["step_s"]) for row in rows]
+    assert statistics.median(row["setup_s"] for row in rows) == pytest.approx(SETUP_S, abs=1)
+    assert statistics.median(compiling) == pytest.approx(COMPILE_S, abs=1)

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from fctune.apps.plan.request import PlanRequest
+from fctune.base.gpus import GPUS
 from fctune.cli import main
 from tests.conftest import ROOT, TINY_BASE, run_with_closed_pipe
 
@@ -242,3 +245,12 @@ def test_wrong_options_of_a_plan_are_reported_with_the_problems_of_its_config(
     assert code == 2
     for words in ("epochs=0: expected 1 or more", "--gpu h900: unknown GPU", "--nodes 0:", "--disk-gb-s 0:"):
         assert words in err
+
+
+def test_the_planned_disks_are_those_of_the_tasks() -> None:
+    request = PlanRequest(gpu=GPUS["h100"])
+    shared = yaml.safe_load((ROOT / "sky" / "volumes" / "shared.yaml").read_text())
+    task = yaml.safe_load((ROOT / "sky" / "finetune.yaml").read_text())
+    (disk,) = task["config"]["kubernetes"]["pod_config"]["spec"]["volumes"]
+    network = disk["ephemeral"]["volumeClaimTemplate"]["spec"]["resources"]["requests"]["storage"]
+    assert (shared["size"], network) == (f"{request.shared_gib:.0f}Gi", f"{request.network_gib:.0f}Gi")

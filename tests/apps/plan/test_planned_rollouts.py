@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from fctune.apps.plan.models import find_architecture
+from fctune.apps.plan.estimate import RolloutPlan, count_cache_bytes, plan_rollouts
 from fctune.apps.plan.plan import make_plan
-from fctune.apps.plan.plan_request import PlanRequest
-from fctune.apps.plan.rollouts import RolloutPlan, count_cache_bytes, plan_rollouts
+from fctune.apps.plan.request import PlanRequest
 from fctune.base.gpus import GPUS
-from tests.apps.plan.sample_plans import LLAMA, parse_small_config
+from fctune.models.planned_model import find_architecture
+from tests.parallel.sample_plans import LLAMA, parse_small_config
 
 ADAPTER = {"rank": 8, "alpha": 16, "modules": ["q_proj"]}
 PARAMETERS = 8_030_261_248
@@ -93,14 +93,15 @@ def test_the_plan_of_a_run_has_both_sides(make_model: Any, capsys: pytest.Captur
     config = make_config(str(make_model("llama")), updates_per_batch=2, **serve())
     config.max_steps = 100
     found = make_plan(config, PlanRequest(H100, gpus_per_node=8, server_gpus=2, price=2.0, rows=10, mean_tokens=10))
-    assert found.rollouts is not None
-    assert found.rollouts.num_gpus == 2
-    assert found.to_json()["rollouts"]["batch_s"] == found.rollouts.batch_s
+    made, rollouts = found.estimate, found.estimate.rollouts
+    assert rollouts is not None
+    assert rollouts.num_gpus == 2
+    assert found.to_json()["rollouts"]["batch_s"] == rollouts.batch_s
     print_plan(Terminal(), found)
     said = capsys.readouterr().out
-    training_hours = found.hours - found.startup.total_s / 3600
-    assert training_hours == pytest.approx(50 * found.rollouts.batch_s / 3600), "50 batches, whatever rows there are"
-    assert found.to_json()["gpu_hours"] == pytest.approx(10 * found.hours), "the server's GPUs are paid for, too"
+    training_hours = made.hours - made.startup.total_s / 3600
+    assert training_hours == pytest.approx(50 * rollouts.batch_s / 3600), "50 batches, whatever rows there are"
+    assert found.to_json()["gpu_hours"] == pytest.approx(10 * made.hours), "the server's GPUs are paid for, too"
     assert "not prepared" not in said
     assert "generation on 2 GPUs" in said
     assert "a batch of 128 answers: at least" in said

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from fctune.apps.report.eval_page import FACETS, make_case, write_eval_html
-from fctune.apps.report.page import Page
 from fctune.calls.formats.registry import FORMATS
 from fctune.engines.engine import Answer
+from fctune.pages.page import Cases, Page
 from fctune.tasks.benchmarks import find_suite_files
 from fctune.tasks.evaluation.summary import summarise_run
 from fctune.tasks.judge import judge_answer
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
-from tests.apps.report.browser import needs_chromium, open_page, take_screenshot
 from tests.conftest import ROOT
+from tests.pages.browser import needs_chromium, open_page, take_screenshot
 from tests.tasks.benchmarks.bfcl.bfcl_wheel import needs_wheel
 
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;\ud800'
@@ -165,7 +165,7 @@ def test_a_wrong_call_is_marked_on_both_sides_though_its_lines_occur_in_another_
     row |= {"differences": [], "answer": "x", "messages": []}
     row |= {"expected_calls": calls("Paris", "Rome"), "calls": calls("Paris", "Paris")}
     page = Page("page")
-    page.add_section("Failures", page.make_cases([make_case(row)], FACETS))
+    page.add_section("Failures", Cases([make_case(row)], FACETS))
     page.write(tmp_path / "page.html")
     act = """
     const opened = document.querySelector(".case");

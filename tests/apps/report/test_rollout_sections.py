@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fctune.apps.report.page import Page
-from fctune.apps.report.rollout_sections import add_rollouts
-from fctune.apps.report.run_charts import find_metrics
+from fctune.apps.report.run_sections import add_rollouts
+from fctune.pages.page import Page
+from fctune.pages.run_charts import find_metrics
 from fctune.runs.record import read_run
 
 

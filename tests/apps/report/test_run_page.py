@@ -14,22 +14,22 @@ from typing import Any
 
 import pytest
 
-from fctune.apps.plan.prices import Price, Prices, read_prices
 from fctune.apps.report.run_page import write_run_html
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.success import SuccessConfig
-from fctune.runs.alert_monitor import AlertMonitor
 from fctune.runs.alerts import Alert
+from fctune.runs.directory import RunDirectory
 from fctune.runs.figures import Pricing
+from fctune.runs.prices import Price, Prices, read_prices
 from fctune.runs.record import read_run
-from fctune.runs.results import find_accuracies
+from fctune.runs.sinks import AlertMonitor
 from fctune.runs.success import judge_run
+from fctune.tasks.evaluation.accuracy import find_accuracies, list_totals
 from fctune.tasks.evaluation.paired import compare_rows
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
-from fctune.training.run_directory import RunDirectory
-from tests.apps.report.browser import BINARY, needs_chromium, open_page, take_screenshot
 from tests.conftest import ROOT
+from tests.pages.browser import BINARY, needs_chromium, open_page, take_screenshot
 from tests.runs.sample_runs import (
     change_run,
     make_config,
@@ -73,7 +73,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smoke: Suite) -> Path:
 def write_page(runs: list[Path], out: Path, price: float | None = None, prices: Prices | None = None) -> str:
     records = [read_run(path) for path in runs]
     accuracies = [find_accuracies(record) for record in records]
-    verdicts = [judge_run(r, None, a, records) for r, a in zip(records, accuracies, strict=True)]
+    verdicts = [judge_run(r, None, list_totals(a), records) for r, a in zip(records, accuracies, strict=True)]
     write_run_html(records, out, accuracies, verdicts, Pricing(price, prices))
     return out.read_text("utf-8")
 

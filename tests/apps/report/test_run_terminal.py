@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from fctune.apps.report.run_terminal import draw_sparkline, render_run
-from fctune.runs.alert_monitor import AlertMonitor
 from fctune.runs.alerts import Alert
 from fctune.runs.record import RunRecord, read_run
+from fctune.runs.sinks import AlertMonitor
 from fctune.runs.success import judge_run
 from tests.runs.sample_runs import change_run, make_run, make_steps, tear, write_steps
 

@@ -119,7 +119,7 @@ def test_a_command_that_hangs_is_given_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr("fctune.apps.sweep.launchers.slurm.COMMAND_LIMIT_S", 0.5)
+    monkeypatch.setattr("fctune.apps.sweep.launchers.COMMAND_LIMIT_S", 0.5)
     assert main(["sweep", str(write_sweep(launcher={"kind": "slurm", "poll_s": 0.1}))]) == 2
     assert "sbatch failed: no answer within 0.5 s" in capsys.readouterr().err
 

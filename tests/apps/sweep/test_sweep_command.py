@@ -18,9 +18,9 @@ import pytest
 from fctune.apps.sweep import launchers
 from fctune.cli import main
 from fctune.config.loading import load_config
-from tests.apps.report.browser import needs_chromium, open_page
 from tests.cli.processes import wait_until
 from tests.conftest import ROOT
+from tests.pages.browser import needs_chromium, open_page
 
 WriteSweep = Callable[..., Path]
 

@@ -194,6 +194,6 @@ def test_the_process_gets_no_keys_and_imports_nothing_from_the_working_directory
 def test_ending_the_host_ends_its_process() -> None:
     host = open_host("Counter")
     assert host._process is not None
-    process = host._process._popen
+    child = host._process._child
     host.close()
-    assert process.returncode is not None
+    assert child.code is not None

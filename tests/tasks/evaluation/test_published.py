@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fctune.apps.report.page import Page
 from fctune.apps.report.run_sections import add_published
 from fctune.base.errors import DataError
 from fctune.cli.eval_options import run_module
+from fctune.pages.page import Page
 from fctune.tasks.evaluation.published import Score, read_published
 
 

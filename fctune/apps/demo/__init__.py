@@ -1,0 +1,1 @@
+"""The tiny base model of the demo, and how it is built."""

@@ -1,0 +1,257 @@
+"""Preflight of a run: every node checks itself, the nodes compare, and training starts on all of them or on none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fctune.apps.preflight import checks
+from fctune.apps.preflight.checks import ALLOW_PATTERNS, Mounts, Problem, RepoKind, list_hub_repositories
+from fctune.apps.preflight.rendezvous import Node, Rendezvous, RendezvousError
+from fctune.base.errors import CheckpointError, ConfigError, DataError
+from fctune.base.files import write_atomically
+from fctune.config.intervals import format_count
+from fctune.config.schema import RunConfig
+from fctune.models.hub import resolve_model_dir
+from fctune.training.env_overrides import LaunchSpec, resolve_launch
+
+_MAX_CLOCK_OFFSET_S = 5.0  # tolerated by certificates and by the order of log lines
+_SHARED_VISIBLE_S = 15.0  # a network file system may show another node's file this late
+
+ShowLine = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The run to check for, and this node's resources for it."""
+
+    config: Path
+    overrides: Sequence[str]
+    num_gpus: int  # required of each node; 0: none
+    mounts: Mounts
+    environment: Mapping[str, str]  # config overrides and tokens
+    clock: Callable[[], float] = time.time
+
+
+def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, LaunchSpec | None]:
+    """Check this node and compare it with the others, then let the head download what the run needs.
+
+    Every node of the run calls this at the same time. A problem on any node stops all of them, within ``node.wait_s``.
+
+    Args:
+        node: Position of this node.
+        request: Request, equal on all nodes except for their environments.
+        show: Receives each output line.
+
+    Returns:
+        0 and the launch specification; otherwise an exit code and None: 1 if a node is unfit, 2 if the request is
+        wrong.
+    """
+    problems: list[Problem] = []
+    try:
+        rendezvous = Rendezvous(node)
+        launch, problems = _check_node(node, request)
+        nodes = rendezvous.gather("node", checks.describe_node())
+        problems += _check_shared(rendezvous, request.mounts.shared)
+        problems += _check_clock(rendezvous, request.clock)
+        if node.is_head:
+            problems += compare_nodes(nodes)
+        severities = rendezvous.gather("severities", [problem.severity for problem in problems])
+        code = _report(node, problems, [other["host"] for other in nodes], severities, show)
+        if code == 0 and launch is not None:
+            launch = _download_and_pin(rendezvous, launch, show)
+        rendezvous.close()
+    except RendezvousError as error:
+        for problem in [*problems, Problem(str(error), "")]:
+            show(f"node {node.rank}: {problem.severity}: {problem}")
+        return 1, None
+    if code or launch is None:
+        return code or 1, None
+    return 0, launch
+
+
+def compare_nodes(nodes: Sequence[dict[str, Any]]) -> list[Problem]:
+    """Compare the software of each node with the head's, from ``describe_node`` of each."""
+    problems = []
+    head = nodes[0]
+    for rank, other in enumerate(nodes[1:], start=1):
+        differing = [
+            f"{name} {other['versions'].get(name)} where the head has {head['versions'].get(name)}"
+            for name in sorted(head["versions"].keys() | other["versions"].keys())
+            if other["versions"].get(name) != head["versions"].get(name)
+        ]
+        if differing:
+            message = f"node {rank} ({other['host']}) has {'; '.join(differing)}"
+            remedy = "Set up both from the same commit: sky launch, or sky/setup.sh on each node"
+            problems.append(Problem(message, remedy))
+    return problems
+
+
+def _check_node(node: Node, request: Request) -> tuple[LaunchSpec | None, list[Problem]]:
+    mounts, environment = request.mounts, request.environment
+    mount_problems = checks.check_mounts(mounts)
+    problems = [
+        *mount_problems,
+        *checks.check_devices(request.num_gpus),
+        *checks.check_network(node.count, request.num_gpus, environment),
+        *checks.check_interface(node.count, node.address),
+    ]
+    try:
+        launch = resolve_launch(request.config, environment, request.overrides, mounts.shared)
+    except ConfigError as error:
+        return None, [*problems, Problem(str(error), "", "usage")]
+    if node.is_head and not mount_problems:  # free space is only known of mounted disks
+        problems += checks.check_head(launch.config, mounts, environment)
+    return launch, problems
+
+
+def _check_shared(rendezvous: Rendezvous, shared: Path) -> list[Problem]:
+    """Check that every node sees a file that the head writes, and the head one of every node."""
+    node = rendezvous.node
+    if node.count == 1:
+        return []
+    if node.is_head:
+        rendezvous.publish("probe", secrets.token_hex(4))
+    name = rendezvous.wait_for("probe", node.wait_s)
+    mine = shared / f".fctune-{name}-{node.rank}"
+    with contextlib.suppress(OSError):  # reported by check_mounts
+        mine.write_text(str(node.rank), encoding="utf-8")
+    wrote = rendezvous.gather("wrote", mine.exists())
+    others = range(1, node.count) if node.is_head else [0]
+    expected = [rank for rank in others if wrote[rank] and wrote[node.rank]]
+    timeout_s = min(_SHARED_VISIBLE_S, node.wait_s / 2)
+    unseen = [rank for rank in expected if not _wait_for_file(shared / f".fctune-{name}-{rank}", timeout_s)]
+    rendezvous.gather("looked", True)
+    mine.unlink(missing_ok=True)
+    if not unseen:
+        return []
+    message = f"{shared}: not shared: node {node.rank} does not see files of node {', '.join(map(str, unseen))}"
+    return [Problem(message, "Mount one ReadWriteMany volume on all nodes (sky volumes ls -v; mount | grep on each)")]
+
+
+def _check_clock(rendezvous: Rendezvous, clock: Callable[[], float]) -> list[Problem]:
+    node = rendezvous.node
+    if node.count == 1:
+        return []
+    rendezvous.gather("clock", True)  # all nodes wait here, so that they read the head's time as soon as it is there
+    if node.is_head:
+        rendezvous.publish("time", clock())
+    offset = clock() - float(rendezvous.wait_for("time", node.wait_s))
+    if abs(offset) <= _MAX_CLOCK_OFFSET_S:
+        return []
+    message = f"the clock is {abs(offset):,.0f} s {'ahead of' if offset > 0 else 'behind'} the head's"
+    return [Problem(message, "Start time synchronization on this node: chronyc tracking, timedatectl")]
+
+
+def _report(
+    node: Node, problems: Sequence[Problem], hosts: Sequence[str], severities: Sequence[Sequence[str]], show: ShowLine
+) -> int:
+    """Show this node's problems and return the exit code that all nodes share."""
+    own = f"node {node.rank} ({hosts[node.rank]})"
+    for problem in problems:
+        show(f"{own}: {'note' if problem.severity == 'note' else 'fault'}: {problem}")
+    unfit = [rank for rank, of_node in enumerate(severities) if set(of_node) - {"note"}]
+    if not unfit:
+        if node.is_head:
+            show(f"preflight: {format_count(len(hosts), 'node is', 'nodes are')} fit ({', '.join(hosts)})")
+        return 0
+    if node.rank not in unfit:
+        show(f"{own}: stopped: node {', '.join(map(str, unfit))} reported a fault")
+    return 1 if any("fault" in of_node for of_node in severities) else 2
+
+
+def _download_and_pin(rendezvous: Rendezvous, launch: LaunchSpec, show: ShowLine) -> LaunchSpec | None:
+    """Download on the head and pin the commits on all nodes; None if the download failed."""
+    pinned: list[str] | None = None
+    if rendezvous.node.is_head:
+        start = time.monotonic()
+        try:
+            pinned = download(launch.config, launch.shared / "downloads")
+        except (ConfigError, DataError, CheckpointError) as error:
+            show(f"node 0: fault: {error}")
+        if pinned:
+            show(f"downloaded in {time.monotonic() - start:.0f} s: {', '.join(pinned)}")
+        rendezvous.publish("downloaded", pinned)
+    pinned = rendezvous.wait_for("downloaded")
+    return None if pinned is None else launch.with_arguments(pinned)
+
+
+def _wait_for_file(path: Path, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def download(config: RunConfig, folder: Path) -> list[str]:
+    """Download the hub repositories that a config names and return overrides that pin their commits.
+
+    To be called by one process of a cluster whose nodes share HF_HOME. Concurrent runs wait for each other at a lock,
+    and an interrupted download resumes. Without a revision in the config, the commit of the first download is pinned
+    until its record is deleted, so that a resumed run does not switch to a newer one.
+
+    Args:
+        config: The run's config.
+        folder: Receives the locks and one record for each downloaded repository.
+
+    Raises:
+        ConfigError: The model cannot be downloaded.
+        DataError: A dataset cannot be downloaded.
+    """
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    overrides: list[str] = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind, name, revision, key in list_hub_repositories(config):
+        suffix = f"@{revision.replace('/', '--')}" if revision else ""
+        record = folder / f"{kind}s--{name.replace('/', '--')}{suffix}.json"
+        with WeakFileLock(record.with_suffix(".lock")):
+            commit = _read_record(record).get("commit")
+            local = _download(kind, name, commit or revision)
+            if commit is None:
+                _write_record(record, {"kind": kind, "name": name, "revision": revision, "commit": local.name}, local)
+        if kind == "model":
+            overrides.append(f"{key}=hf:{name}@{local.name}")
+        else:
+            path = config.data.sources[int(key.split(".")[2])].path
+            rest = path.removeprefix("hf:").partition("@")[0].partition(":")[2]
+            overrides.append(f"{key}=hf:{local}" + (f":{rest}" if rest else ""))
+    return overrides
+
+
+def _download(kind: RepoKind, name: str, revision: str | None) -> Path:
+    if kind == "model":
+        return resolve_model_dir(f"hf:{name}" + (f"@{revision}" if revision else ""))
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ALLOW_PATTERNS[kind]
+        return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"hf:{name}: the dataset cannot be downloaded ({type(error).__name__}: {reason}). Check the name and the "
+            "network; for a gated dataset, accept its license and set HF_TOKEN."
+        ) from None
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return record
+
+
+def _write_record(path: Path, record: dict[str, Any], local: Path) -> None:
+    record["bytes"] = sum(file.stat().st_size for file in local.rglob("*") if file.is_file())
+    record["downloaded_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    write_atomically(path, json.dumps(record, indent=2) + "\n")

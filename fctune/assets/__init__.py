@@ -1,1 +1,0 @@
-"""Files that come with the package: the tiny base model of the demo, and what builds it."""

@@ -1,0 +1,187 @@
+"""Size of an epoch: counted in the prepared set if there is one, else estimated from command-line options."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fctune.base.errors import ConfigError
+from fctune.config.cache import prepared_root
+from fctune.config.intervals import format_count
+from fctune.config.run_length import RunLength
+from fctune.config.schema import RunConfig
+from fctune.data.chosen_template import read_chosen_template
+from fctune.data.fingerprint import FileDigests, fingerprint_inputs
+from fctune.data.loader import ROW_MULTIPLE, shuffled
+from fctune.data.prepared_set import PreparedSet, open_prepared, resolve_batch_size
+
+# Assumed share of packed positions that hold a token, and of tokens that are supervised, without a prepared set. The
+# first is what best-fit packing reaches on conversations much shorter than a pack; the second is common in
+# function-calling data.
+_PACKED_SHARE = 0.98
+_SUPERVISED_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class DataSize:
+    """Size of one epoch of the training split."""
+
+    packs: int
+    tokens: int
+    slots: int  # computed positions, including padding
+    supervised: int  # tokens
+    pairs: int  # pairs of a token and a token it attends to, including itself
+    source: str  # where the numbers come from
+    is_prepared: bool = False  # counted in a prepared set
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the computed positions that are padding."""
+        return 1 - self.tokens / self.slots
+
+
+def measure_data(
+    config: RunConfig, model_dir: Path | None, rows: int | None, mean_tokens: float | None, world_size: int = 1
+) -> DataSize | None:
+    """Measure the epoch of a run; None if there is no prepared set and no size was given.
+
+    Args:
+        config: Config of the run.
+        model_dir: Directory of the model, whose tokenizer identifies the prepared set; None if it is not available.
+        rows: Number of rows given by the user.
+        mean_tokens: Mean tokens per row given by the user.
+        world_size: Number of ranks, which determines the padding of unpacked rows.
+
+    Raises:
+        ConfigError: Only one of ``rows`` and ``mean_tokens`` is given, or one is out of range.
+        DataError: The prepared set is damaged.
+    """
+    if (rows is None) != (mean_tokens is None):
+        missing = "--mean-tokens" if mean_tokens is None else "--rows"
+        raise ConfigError(f"{missing}: missing; --rows and --mean-tokens must be given together.")
+    if rows is not None and mean_tokens is not None:
+        return _estimate(config, rows, mean_tokens)
+    found = find_prepared(config, model_dir)
+    return None if found is None else _count_prepared(config, *found, world_size)
+
+
+def count_steps(config: RunConfig, packs: int) -> int:
+    """Return the optimizer steps of a run whose training split has so many packs."""
+    steps = config.epochs * math.ceil(packs / config.global_batch_size)
+    return steps if config.max_steps is None else min(steps, config.max_steps)
+
+
+def find_run_length(config: RunConfig) -> RunLength | None:
+    """Return the length of a run, counted in its prepared set or bounded by its rows; None if neither is known.
+
+    Raises:
+        DataError: The prepared set is damaged.
+    """
+    found = find_prepared(config, None)
+    if found is not None:
+        prepared, _ = found
+        config = resolve_batch_size(config, prepared.num_tokens("train"), prepared.num_packs("train"))
+        packs, has_validation = prepared.num_packs("train"), prepared.num_packs("validation") > 0
+    elif config.data.max_samples is not None and config.global_batch_tokens is None:
+        # A pack holds one row or more.
+        packs, has_validation = max(1, config.data.max_samples * len(config.data.sources)), True
+    else:
+        return None
+    return RunLength(count_steps(config, packs), packs, is_upper_bound=found is None, has_validation=has_validation)
+
+
+def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSet, str] | None:
+    """Find the prepared set of a config, with a phrase that says how certain the match is.
+
+    A set's name is the fingerprint of all its inputs, including the model's tokenizer. Without the tokenizer, the
+    newest set with the same settings is taken.
+
+    Raises:
+        DataError: The set is damaged.
+    """
+    root = prepared_root(config)
+    candidates = [file.parent for file in sorted(root.glob("*/meta.json")) if _has_same_settings(config, file)]
+    if not candidates:
+        return None
+    if model_dir is not None and (model_dir / "tokenizer.json").is_file():
+        # Uses the digests stored by the preparation, so that data files are not read again.
+        digests = FileDigests(root / "file_digests.json")
+        chosen = read_chosen_template(config.model)
+        name, _ = fingerprint_inputs(config.data, model_dir, digests, config.model.template_args, chosen)
+        return (open_prepared(root / name), "counted in") if root / name in candidates else None
+    newest = max(candidates, key=lambda path: (path / "meta.json").stat().st_mtime)
+    return open_prepared(newest), "counted, without the model's tokenizer to confirm the match, in"
+
+
+def _has_same_settings(config: RunConfig, meta: Path) -> bool:
+    try:
+        inputs = json.loads(meta.read_text(encoding="utf-8"))["inputs"]
+        prepared = [{**source, "content": None} for source in inputs["sources"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    configured = [{**asdict(source), "content": None} for source in config.data.sources]
+    data = asdict(config.data)
+    return prepared == configured and all(
+        data[name] == value for name, value in inputs.items() if name in data and name != "sources"
+    )
+
+
+def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str, world_size: int) -> DataSize:
+    flat, _ = prepared.packs["train"]
+    lengths = (prepared.offsets[flat + 1] - prepared.offsets[flat]).astype("int64")
+    tokens, packs = int(lengths.sum()), prepared.num_packs("train")
+    is_constant = prepared.is_packed or config.data.pad_to == "seq_len"
+    slots = packs * prepared.seq_len if is_constant else _count_unpacked(lengths, config, world_size)
+    share = prepared.counts.supervised / max(1, prepared.counts.tokens)
+    return DataSize(
+        packs,
+        tokens,
+        max(slots, tokens),
+        int(share * tokens),
+        int((lengths * (lengths + 1) // 2).sum()),
+        f"{how} {prepared.path}",
+        is_prepared=True,
+    )
+
+
+def _count_unpacked(lengths: NDArray[np.int64], config: RunConfig, world_size: int) -> int:
+    """Count the positions of the first epoch, with each row padded to about the longest of its micro-batch.
+
+    The rows of a step are distributed in order of length (``fctune.data.loader``), so those of a micro-batch are
+    similar.
+    """
+    batch, round_size = config.global_batch_size, world_size * config.micro_batch_size
+    steps = np.zeros((math.ceil(len(lengths) / batch), batch), dtype=np.int64)
+    steps.flat[: len(lengths)] = lengths[shuffled(len(lengths), config.seed, 0)]
+    steps = -np.sort(-steps, axis=1)
+    steps = np.pad(steps, ((0, 0), (0, -batch % round_size)))
+    rounds = steps.reshape(-1, config.micro_batch_size, world_size)  # one column per rank
+    longest = np.minimum(np.ceil(rounds[:, 0] / ROW_MULTIPLE) * ROW_MULTIPLE, config.data.seq_len)
+    return int((longest * (rounds > 0).sum(axis=1)).sum())
+
+
+def _estimate(config: RunConfig, rows: int, mean_tokens: float) -> DataSize:
+    data = config.data
+    if rows < 1:
+        raise ConfigError(f"--rows {rows}: expected 1 or more.")
+    if not 1 <= mean_tokens <= data.seq_len:
+        raise ConfigError(
+            f"--mean-tokens {mean_tokens:g}: expected 1 to data.seq_len={data.seq_len}; longer rows are dropped."
+        )
+    read = rows if data.max_samples is None else min(rows, data.max_samples * len(data.sources))
+    kept = max(1, round(read * (1 - data.validation_share)))
+    tokens = int(kept * mean_tokens)
+    packs = math.ceil(tokens / (data.seq_len * _PACKED_SHARE)) if data.packed else kept
+    slots = packs * data.seq_len if data.packed or data.pad_to == "seq_len" else tokens
+    described = (
+        f"given: {format_count(rows, 'row')} of {mean_tokens:g} tokens, {_SUPERVISED_SHARE:.0%} supervised (assumed)"
+    )
+    described += f", packs {_PACKED_SHARE:.0%} full (assumed)" if data.packed else ""
+    described += "" if slots > tokens else ", padding unknown"
+    pairs = int(tokens * (mean_tokens + 1) / 2)
+    return DataSize(packs, tokens, max(slots, tokens), int(_SUPERVISED_SHARE * tokens), pairs, described)

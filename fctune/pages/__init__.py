@@ -1,0 +1,1 @@
+"""Pages and texts that several apps write: one page builder, charts of runs, and number formats."""

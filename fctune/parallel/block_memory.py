@@ -1,0 +1,276 @@
+"""Memory that the blocks of a model keep for backward, counted operator by operator or in a forward pass.
+
+Formulas describe compiled blocks, and those of torchtune: two fused norms, attention and one MLP. Models from
+transformers have other layers, and norms that compute in float32 and keep their steps, so their eager blocks are run on
+the meta device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from fctune.config.schema import RunConfig
+from fctune.config.sections.adapter import AdapterConfig
+from fctune.models.architecture import Architecture, Block, ExpertShape, LinearShape
+from fctune.models.block_kinds import repeats_skipped
+from fctune.models.causal_lm import CausalLM
+from fctune.models.lora import apply_lora_
+from fctune.models.precision import PrecisionPolicy
+
+# Lengths of the traced rows, in tokens; two, to tell what grows with them from what does not.
+_LENGTHS = (128, 256)
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+Shape = TypeVar("Shape", LinearShape, ExpertShape)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockActivations:
+    """Bytes that one block keeps and needs in backward; per token unless stated otherwise."""
+
+    kept: int  # all activations that backward reads
+    adapter_copies: int  # adapters copied to the compute dtype, per block
+    kept_policy_op: int  # kept under activation checkpointing with policy op
+    kept_policy_block: int  # kept under policy block: the block's input
+    temporary: int  # in addition, at the peak of the block's backward
+    dequantization: int  # in addition, while backward dequantizes a 4-bit weight
+    dequantization_constant: int  # the same, per block
+
+    def total(self, tokens: int) -> int:
+        """Return the bytes that a block without checkpointing keeps."""
+        return self.kept * tokens + self.adapter_copies
+
+    def backward_extra(self, tokens: int) -> int:
+        """Return the peak bytes that the block's backward needs in addition to the kept tensors."""
+        dequantization = self.dequantization * tokens + self.dequantization_constant
+        return max(self.temporary * tokens, dequantization if self.dequantization_constant else 0)
+
+
+def count_block_activations(a: Architecture, config: RunConfig, width: int) -> BlockActivations:
+    """Count the activation memory of a block of this run.
+
+    In eager mode, a linear that is trained or has an adapter keeps its input; attention keeps its three inputs, its
+    output and a float32 per head; a norm keeps its input and a float32; SwiGLU keeps both branches and the activated
+    one. With dropout, the adapters of an input keep it dropped, and a byte mask; with DoRA, each adapted linear keeps
+    the sum that it scales. When compiled, functorch's min-cut partitioner recomputes the activation, RoPE's tables and
+    some of DoRA's sums, so that slightly less is kept than counted here. Tensors that other blocks keep in eager mode
+    are counted in a forward pass on the meta device (``trace_blocks``).
+
+    Args:
+        a: Sizes of the model.
+        config: Config of the run.
+        width: Bytes per element in the compute dtype.
+    """
+    d, adapter, block = a.embed_dim, config.adapter, a.largest_block
+    adapted = find_adapted(a, block.linears, adapter)
+    keeping = block.linears if adapter is None else adapted
+    mlps = [branch for branch in block.branches if not branch.is_attention]
+    small = 4 * a.num_heads + 2 * 4
+    # What linears before the mixing write, and, of attention, what the last one reads.
+    mixed = sum(linear.out_dim for branch in block.branches for linear in branch.inputs)
+    mixed += sum(branch.output.in_dim for branch in block.branches if branch.is_attention)
+    activated = sum(branch.output.in_dim for branch in mlps)
+    inner = sum(adapter.rank for _ in adapted) if adapter is not None else 0
+    # Adapters are stored in float32; computing in float32 needs no copy.
+    rank, is_copied = (adapter.rank if adapter is not None else 0), width < 4
+    copies = rank * width * sum(linear.out_dim for linear in adapted) if is_copied else 0
+    # The A matrices of the linears that share an input are stacked.
+    inputs = find_adapter_inputs(a, block, adapter)
+    copies += sum(rank * width * one.in_dim * one.num_adapters for one in inputs if is_copied or one.num_adapters > 1)
+    kept = 2 * d + mixed + inner
+    masks = 0
+    if config.compile:
+        small += 8  # position ids
+    else:
+        kept += activated  # of the gate
+        small += 2 * 4 * a.head_dim  # RoPE's table at each position, for q and k
+    if adapter is not None and adapter.dropout > 0:
+        kept += sum(one.in_dim for one in inputs)
+        if config.compile:
+            small += 4 * len(inputs)  # token keys, of which backward computes the masks again
+        else:
+            masks = sum(one.in_dim for one in inputs)
+    else:
+        kept += sum(d for branch in block.branches if any(linear in keeping for linear in branch.inputs))
+        kept += sum(branch.output.in_dim for branch in mlps if branch.output in keeping)
+    if adapter is not None and adapter.dora:
+        kept += d + sum(linear.out_dim for linear in adapted)
+    experts, experts_temporary = _count_experts(a, block, config)
+    kept += experts
+    everything = kept * width + masks + small
+    # SwiGLU's backward: the incoming gradient and those of both branches; its output has been released by then.
+    is_output_kept = adapter is None or any(branch.output in adapted for branch in mlps)
+    temporary = ((2 if is_output_kept else 3) * activated + d) * width
+    if masks:
+        temporary = max(temporary, 12 * max(one.in_dim for one in inputs))  # three 32-bit hashes at once
+    temporary = max(temporary, experts_temporary * width)
+    largest = max(block.linears, key=lambda linear: linear.in_dim * linear.out_dim)
+    constant = 0
+    if adapter is not None and adapter.base == "nf4":
+        # Two halves as 64-bit indices, looked up, scaled and concatenated: torchao's get_original_weight.
+        constant = (8 + 3 * width) * largest.in_dim * largest.out_dim
+    if not a.has_plain_blocks and not config.compile and (traced := trace_blocks(a, config, width)) is not None:
+        everything, copies = math.ceil(traced.per_token), math.ceil(traced.constant)
+    # Policy op keeps no outputs of experts' products.
+    operators = d + d + _every_second_product(a, block, config)
+    dequantized = (largest.in_dim + largest.out_dim) * width
+    return BlockActivations(everything, copies, operators * width + small, d * width, temporary, dequantized, constant)
+
+
+def find_adapted(a: Architecture, weights: Sequence[Shape], adapter: AdapterConfig | None) -> list[Shape]:
+    """Return those of a block's linears, or of its experts' weights, that get adapters."""
+    chosen = () if adapter is None else a.resolve_adapter_modules(adapter.modules)
+    return [weight for weight in weights if weight.name in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInput:
+    """A tensor that linears with adapters read, by its size and their number."""
+
+    in_dim: int
+    num_adapters: int
+
+
+def find_adapter_inputs(a: Architecture, block: Block, adapter: AdapterConfig | None) -> list[AdapterInput]:
+    """Return the inputs of a block's adapters; the linears before the mixing of a branch share theirs."""
+    inputs: list[AdapterInput] = []
+    for branch in block.branches:
+        sizes = Counter(linear.in_dim for linear in find_adapted(a, branch.inputs, adapter))
+        inputs += [AdapterInput(in_dim, count) for in_dim, count in sizes.items()]
+        inputs += [AdapterInput(linear.in_dim, 1) for linear in find_adapted(a, (branch.output,), adapter)]
+    return inputs
+
+
+def _count_experts(a: Architecture, block: Block, config: RunConfig) -> tuple[int, int]:
+    """Count the elements per token that the experts of a block keep, and those that their backward needs in addition.
+
+    Each token's row is copied for each expert that it has chosen. A product whose weight trains, or has an adapter,
+    keeps its input; the gate and the activation keep what the first product wrote, and the weights of the choices
+    multiply what the last one wrote. Backward holds the gradients of the rows, and of what both products wrote.
+    """
+    if not block.experts:
+        return 0, 0
+    adapter, adapted = config.adapter, find_adapted(a, block.experts, config.adapter)
+    first, *_, last = block.experts
+    kept = first.num_chosen * (first.out_dim + last.out_dim)
+    for expert in block.experts:
+        if adapter is None or expert in adapted:
+            kept += expert.num_chosen * (expert.in_dim + (adapter.rank if adapter is not None else 0))
+    return kept, first.num_chosen * (2 * first.out_dim + last.in_dim + 2 * a.embed_dim)
+
+
+def _every_second_product(a: Architecture, block: Block, config: RunConfig) -> int:
+    """Return the elements per token of every second matrix product of a block, which policy op keeps.
+
+    Of the linears that share an input, the first one's base comes first, then the product with all A matrices.
+    """
+    outputs: list[int] = []
+    for branch in block.branches:
+        for readers in (branch.inputs, (branch.output,)):
+            stacked = config.adapter.rank * len(find_adapted(a, readers, config.adapter)) if config.adapter else 0
+            for linear in readers:
+                outputs.append(linear.out_dim)
+                if find_adapted(a, (linear,), config.adapter):
+                    outputs += [stacked, linear.out_dim] if stacked else [linear.out_dim]
+                    stacked = 0
+    return sum(outputs[1::2])
+
+
+@dataclass(frozen=True, slots=True)
+class TracedBlocks:
+    """Bytes that the blocks of a model keep for backward, on average."""
+
+    per_token: float
+    constant: float
+
+
+def trace_blocks(a: Architecture, config: RunConfig, width: int) -> TracedBlocks | None:
+    """Count the bytes that the blocks keep in eager mode; None if they need values of tensors to run.
+
+    Args:
+        a: Sizes of the model.
+        config: Config of the run.
+        width: Bytes per element in the compute dtype.
+    """
+    model = a.build_shapes(config.data.seq_len, PrecisionPolicy.uniform(_DTYPES[width]))
+    kinds = model.block_kinds()
+    if config.adapter is not None:
+        apply_lora_(model, replace(config.adapter, base="bf16"))  # quantised weights keep the same activations
+    model.train()
+    try:
+        short, long = (_trace(model, kinds, length) for length in _LENGTHS)
+    except RuntimeError:  # a layer reads values, which meta tensors do not have
+        return None
+    slope = (long - short) / (_LENGTHS[1] - _LENGTHS[0])
+    return TracedBlocks(slope / len(kinds), max(0.0, short - slope * _LENGTHS[0]) / len(kinds))
+
+
+def _trace(model: CausalLM, kinds: Sequence[Hashable], length: int) -> int:
+    """Return the bytes that all blocks keep in a row of so many tokens, without their weights and buffers.
+
+    The first block of a kind may keep what the others share, such as positions, and the first of all lacks what only a
+    gradient of its input needs. The second one stands for the blocks of its kind that follow.
+    """
+    blocks = list(model.blocks)
+    buffers = {name: buffer.to("meta") for name, buffer in model.named_buffers()}
+    known = {_storage(tensor) for tensor in (*model.parameters(), *buffers.values())}
+    kept = [0] * len(blocks)
+    # Storages stay alive, so that none is taken for an earlier one at the same address.
+    alive: list[Tensor] = []
+    running: int | None = None
+
+    def keep(tensor: Tensor) -> Tensor:
+        if running is not None and _storage(tensor) not in known:
+            known.add(_storage(tensor))
+            kept[running] += tensor.untyped_storage().nbytes()
+            alive.append(tensor)
+        return tensor
+
+    def enter(index: int, *_: Any) -> None:
+        nonlocal running
+        running = index
+
+    def leave(*_: Any) -> None:
+        nonlocal running
+        running = None
+
+    hooks = [block.register_forward_pre_hook(partial(enter, index)) for index, block in enumerate(blocks)]
+    hooks += [block.register_forward_hook(leave) for block in blocks]
+    try:
+        with repeats_skipped(blocks, kinds, 2) as skipped, saved_tensors_hooks(keep, lambda tensor: tensor):
+            functional_call(_Hidden(model), {f"model.{name}": b for name, b in buffers.items()}, (length,))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(kept) + sum(kept[ran] for ran in skipped.values())
+
+
+class _Hidden(nn.Module):
+    """Computes the hidden states of one conversation."""
+
+    def __init__(self, model: CausalLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, length: int) -> Tensor:
+        tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+        self.model.token_keys.set_rows(torch.zeros(1, dtype=torch.int64, device="meta"), length)
+        bounds = self.model.make_bounds([[length]])
+        positions = torch.zeros(1, length, dtype=torch.int64, device="meta")
+        return self.model.hidden_states(tokens, positions, bounds)
+
+
+def _storage(tensor: Tensor) -> int:
+    storage: Any = tensor.untyped_storage()
+    return int(storage._cdata)

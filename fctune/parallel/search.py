@@ -1,0 +1,205 @@
+"""Layouts of one run on the machines at hand: the memory and speed of each, and the config values that choose it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fctune.base.errors import ConfigError
+from fctune.base.gpus import Gpu
+from fctune.config.schema import RunConfig
+from fctune.data.data_size import measure_data
+from fctune.data.prepared_set import resolve_batch_size
+from fctune.models.architecture import Architecture
+from fctune.models.planned_model import find_planned_tokens, shape_model
+from fctune.parallel.expert_parallel import check_expert_parallelism
+from fctune.parallel.layout import Hardware, check_layout, choose_parallel_layout
+from fctune.parallel.memory import MemoryModel, Peak, Setting
+from fctune.parallel.speed import Flops, KernelTimes, StepTime, count_flops, estimate_kernel_times, estimate_step_time
+
+_FRACTIONS = (0.0, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A run's setting with the largest micro-batch that fits, or 1 if none does."""
+
+    setting: Setting
+    peak: Peak
+    fits: bool
+    time: StepTime
+    tokens_per_s_per_gpu: float
+
+
+class LayoutSearch:
+    """Evaluates settings of one run on nodes of equal GPUs.
+
+    Args:
+        config: Config of the run.
+        architecture: Sizes of its model.
+        model_dir: Directory of the model; None if it is not on this machine.
+        gpu: GPU, its memory and its links.
+        nodes: Nodes that the run is configured for.
+        gpus_per_node: GPUs of each.
+        rows: Number of rows given by the user, if the data is not prepared.
+        mean_tokens: Mean tokens per row given by the user.
+        efficiency: Share of the GPU's peak rate that the user measured; None takes the rates of kernels.
+
+    Raises:
+        ConfigError: Only one of ``rows`` and ``mean_tokens`` is given, or a token to train is unknown.
+        DataError: The prepared set is damaged.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        architecture: Architecture,
+        model_dir: Path | None,
+        gpu: Gpu,
+        nodes: int,
+        gpus_per_node: int,
+        rows: int | None = None,
+        mean_tokens: float | None = None,
+        efficiency: float | None = None,
+    ):
+        self.gpu, self.gpus_per_node, self.world_size = gpu, gpus_per_node, nodes * gpus_per_node
+        self.efficiency, self.architecture = efficiency, architecture
+        tokens = find_planned_tokens(config, architecture, model_dir)
+        self.tokens_note = tokens.note
+        self.model = shape_model(config, architecture, token_ids=tokens.ids)
+        self.rows = size = measure_data(config, model_dir, rows, mean_tokens, self.world_size)
+        # Without a known data size, packs are taken to be full, each one conversation of full length, fully supervised,
+        # which costs most.
+        seq_len = config.data.seq_len
+        self.config = resolve_batch_size(config, *((seq_len, 1) if size is None else (size.tokens, size.packs)))
+        self.supervised_share = 1.0 if size is None else size.supervised / size.slots
+        self.pairs_per_token = (seq_len + 1) / 2 if size is None else size.pairs / size.slots
+        self.slots_per_pack = seq_len if size is None else size.slots / size.packs
+        batch = self.config.global_batch_size
+        self.packs = batch if size is None else min(batch, size.packs)  # of a step
+        self.memory = MemoryModel(self.model, self.config, gpu.memory_bytes, self.supervised_share)
+
+    def configured(self) -> tuple[Setting, str]:
+        """Return the setting that a run of this config chooses, and the reason for its layout."""
+        config, world_size = self.config, self.world_size
+        hardware = Hardware("cuda", world_size, self.gpus_per_node, self.gpu.memory_bytes)
+        # A run chooses its layout before it knows which share of its data is supervised.
+        memory = self.memory.with_supervised_share(1.0)
+        need = partial(memory.required, world_size)
+        layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, need)
+        check_layout(config, self.model, layout.mode, layout.shard)
+        check_expert_parallelism(self.model, config.parallel.expert, world_size)
+        fraction = memory.choose_fraction(world_size, layout.shard)
+        logits = memory.choose_max_logits(world_size, layout.shard, fraction)
+        size = config.micro_batch_size
+        setting = Setting(layout.mode, layout.replicate, layout.shard, fraction, size, max_logits=logits)
+        return self.memory.with_accumulation(setting), layout.reason
+
+    def flops(self, setting: Setting) -> Flops:
+        """Return the FLOPs per token of a setting."""
+        shares = setting.fraction, self.supervised_share, self.pairs_per_token
+        return count_flops(self.memory, *shares, setting.max_logits, setting.micro_batch_size)
+
+    def time(self, setting: Setting) -> StepTime:
+        """Return the step time of a setting."""
+        return estimate_step_time(
+            self.memory,
+            self.gpu,
+            setting,
+            self.flops(setting),
+            self.packs,
+            self.gpus_per_node,
+            self.efficiency,
+            self.slots_per_pack,
+        )
+
+    def kernel_times(self, setting: Setting) -> KernelTimes:
+        """Return the time of each kind of kernel in a setting."""
+        tokens = setting.micro_batch_size * self.slots_per_pack
+        return estimate_kernel_times(self.memory, self.gpu, setting.fraction, self.flops(setting), tokens)
+
+    def variants(self, nodes: int) -> list[Variant]:
+        """Return every layout with every checkpointed fraction, each at the largest micro-batch that fits."""
+        local = self.gpus_per_node
+        world_size = nodes * local
+        if world_size == 1:
+            layouts = [("none", 1, 1)]
+        else:
+            layouts = [("ddp", world_size, 1), ("fsdp", 1, world_size)]
+            if nodes > 1 and local > 1:
+                layouts.append(("hsdp", nodes, local))
+            replicas = self.config.parallel.replicate
+            if replicas is not None and world_size % replicas == 0 and 1 < replicas < world_size and replicas != nodes:
+                layouts.append(("hsdp", replicas, world_size // replicas))
+        settings = [
+            Setting(mode, replicate, shard, fraction, self.config.micro_batch_size)
+            for mode, replicate, shard in layouts
+            for fraction in _FRACTIONS
+        ]
+        return [self._evaluate(setting) for setting in settings if self._is_valid(setting)]
+
+    def largest_micro_batch(self, setting: Setting) -> int:
+        """Return the most packs per micro-batch that fit with a safety margin; 0 if none does."""
+        batch = self.config.global_batch_size
+        return self.memory.largest_micro_batch(setting, math.ceil(batch / setting.world_size), batch)
+
+    def _evaluate(self, setting: Setting) -> Variant:
+        largest = self.largest_micro_batch(setting)
+        setting = self.memory.with_accumulation(replace(setting, micro_batch_size=largest or 1))
+        time = self.time(setting)
+        padding_share = 0.0 if self.rows is None else self.rows.padding_share
+        tokens = self.packs * self.slots_per_pack * (1 - padding_share)
+        return Variant(
+            setting, self.memory.peak(setting), largest > 0, time, tokens / time.total_s / setting.world_size
+        )
+
+    def _is_valid(self, setting: Setting) -> bool:
+        """Return True if the config accepts the layout of a setting, and a run can start with it."""
+        config, problems = self.config, list[str]()
+        changed = list_overrides(config, setting)
+        names = {key.removeprefix("parallel."): value for key, value in changed.items() if key.startswith("parallel.")}
+        replace(config.parallel, **names).check("parallel", problems)
+        try:
+            check_layout(config, self.model, setting.mode, setting.shard)
+            check_expert_parallelism(self.model, config.parallel.expert, setting.world_size)
+        except ConfigError:
+            return False
+        return not problems
+
+    def list_remedies(self, peaks: Sequence[Peak]) -> list[str]:
+        """List changes that could help a run that fits in no layout; ``peaks`` are those of the layouts."""
+        config, remedies = self.config, ["more or larger GPUs"]
+        if config.adapter is None:
+            remedies += ["an adapter instead of all weights", "an 8-bit optimizer"]
+        elif config.adapter.base != "nf4" and not self.architecture.expert_names:
+            remedies.append("adapter.base=nf4")
+        smallest = min((peak.footprint for peak in peaks), key=lambda footprint: footprint.total)
+        if smallest.of_batch > smallest.total / 4:
+            remedies.append(f"data.seq_len below {config.data.seq_len}")
+        if config.parallel.cpu_offload or config.parallel.expert > 1:  # experts that are spread are not offloaded
+            return remedies
+        return [*remedies, f"parallel.cpu_offload=true{' parallel.mode=fsdp' if config.parallel.mode == 'ddp' else ''}"]
+
+
+def list_overrides(config: RunConfig, setting: Setting) -> dict[str, Any]:
+    """Return the config values, by key, with which a run has a setting."""
+    values: dict[str, Any] = {"parallel.mode": "auto" if setting.mode == "none" else setting.mode}
+    if setting.mode == "hsdp":
+        values["parallel.replicate"] = setting.replicate
+    elif config.parallel.replicate is not None:
+        values["parallel.replicate"] = None
+    values["activation_checkpointing.fraction"] = setting.fraction
+    if not setting.fraction and config.activation_checkpointing.offload:
+        values["activation_checkpointing.offload"] = False
+    return values | {"micro_batch_size": setting.micro_batch_size}
+
+
+def format_overrides(values: Mapping[str, Any]) -> str:
+    """Return config values as arguments of the command line."""
+    texts = {key: f"{value:g}" if isinstance(value, float) else value for key, value in values.items()}
+    return " ".join(f"{key}={text if isinstance(text, str) else json.dumps(text)}" for key, text in texts.items())

@@ -1,0 +1,108 @@
+"""Environment overrides: what each sets, and that .env.example and the tasks offer all of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fctune.base.errors import ConfigError
+from fctune.training.env_overrides import ENV_OVERRIDES, resolve_launch
+from tests.apps.preflight.preflight_nodes import OVERRIDES, TINY
+from tests.conftest import ROOT
+
+VALUES = {  # a valid value of each key that no config uses
+    "MODEL": str(ROOT / "fctune" / "assets" / "tiny_base"),
+    "DATASET": "synthetic:train:33:7",
+    "MAX_SAMPLES": "17",
+    "EPOCHS": "11",
+    "MAX_STEPS": "13",
+    "LEARNING_RATE": "1.25e-5",
+    "SEED": "19",
+    "OUTPUT_DIR": "runs/mine",
+    "WANDB_PROJECT": "mine",
+}
+
+
+def read_offered_variables() -> set[str]:
+    return set(re.findall(r"^(?:# )?export ([A-Z_]+)=", (ROOT / ".env.example").read_text(), re.M))
+
+
+BASE = (OVERRIDES[0], "telemetry.wandb.project=plain")
+
+
+@pytest.mark.parametrize("name", ENV_OVERRIDES)
+def test_a_variable_sets_its_key_and_nothing_else(name: str, tmp_path: Path) -> None:
+    kept = [line for line in BASE if not line.startswith(f"{ENV_OVERRIDES[name]}=")]
+    plain = resolve_launch(TINY, {}, BASE, tmp_path).config.to_dict()
+    overridden = resolve_launch(TINY, {name: VALUES[name]}, kept, tmp_path)
+    config = overridden.config.to_dict()
+    value = config
+    *parents, last = ENV_OVERRIDES[name].split(".")
+    for parent in parents:
+        value = value[int(parent)] if isinstance(value, list) else value[parent]
+    expected = str(tmp_path / VALUES[name]) if name == "OUTPUT_DIR" else yaml.safe_load(VALUES[name])
+    assert value[last] == pytest.approx(float(expected)) if name == "LEARNING_RATE" else value[last] == expected
+    value[last] = None
+    other = plain
+    for parent in parents:
+        other = other[int(parent)] if isinstance(other, list) else other[parent]
+    other[last] = None
+    assert config == plain
+
+
+def test_an_empty_variable_sets_nothing_and_the_command_line_takes_precedence(tmp_path: Path) -> None:
+    empty = resolve_launch(TINY, dict.fromkeys(ENV_OVERRIDES, ""), OVERRIDES, tmp_path)
+    assert empty.config == resolve_launch(TINY, {}, OVERRIDES, tmp_path).config
+    assert resolve_launch(TINY, {"SEED": "1"}, (*OVERRIDES, "seed=2"), tmp_path).config.seed == 2
+
+
+def test_overrides_are_split_like_words_of_a_shell_and_come_before_the_command_line(tmp_path: Path) -> None:
+    given = {"OVERRIDES": "seed=7 epochs=2 'adapter.modules=[q_proj, v_proj]'", "SEED": "1"}
+    config = resolve_launch(TINY, given, (*OVERRIDES, "epochs=3"), tmp_path).config
+    assert config.adapter is not None
+    assert (config.seed, config.epochs, config.adapter.modules) == (7, 3, ["q_proj", "v_proj"])
+    with pytest.raises(ConfigError, match="OVERRIDES=seed='7: No closing quotation; write key=value pairs"):
+        resolve_launch(TINY, {"OVERRIDES": "seed='7"}, OVERRIDES, tmp_path)
+
+
+def test_dataset_replaces_all_sources_of_a_config(tmp_path: Path) -> None:
+    config = ROOT / "configs" / "llama3_1_8b_lora.yaml"
+    launch = resolve_launch(config, {"DATASET": "synthetic:train:10:1"}, (), tmp_path)
+    assert [source.path for source in launch.config.data.sources] == ["synthetic:train:10:1"]
+
+
+def test_an_invalid_value_is_reported_with_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.max_samples='many'"):
+        resolve_launch(TINY, {"MAX_SAMPLES": "many"}, OVERRIDES, tmp_path)
+
+
+def test_shell_assignments_survive_quotes_and_dollar_signs(tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s a $HOME; "disk"'
+    launch = resolve_launch(TINY, {"DATASET": "synthetic:train:10:1"}, OVERRIDES[:1], folder)
+    script = launch.to_shell(1) + 'printf \'%s\\0\' "$recipe" "$output_dir" "$log" "${arguments[@]}"'
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    recipe, output_dir, log, *arguments = done.stdout.split("\0")[:-1]
+    assert recipe == "lora_fc_distributed"
+    assert output_dir == str(folder / "runs" / "tiny_lora")
+    assert log == str(folder / "logs" / "tiny_lora" / "node-1.log")
+    assert arguments == launch.arguments
+
+
+def test_env_example_and_both_tasks_offer_every_variable() -> None:
+    offered = read_offered_variables()
+    assert set(ENV_OVERRIDES) | {"CONFIG", "HF_TOKEN", "WANDB_API_KEY", "FCTUNE_SHARED", "FCTUNE_NETWORK"} <= offered
+    for task in ("sky/finetune.yaml", "sky/slurm/finetune.yaml"):
+        envs = yaml.safe_load((ROOT / task).read_text())["envs"]
+        assert set(ENV_OVERRIDES) <= set(envs), task
+        assert all(envs[name] == "" for name in ENV_OVERRIDES), task
+        assert set(envs) <= offered, task
+
+
+def test_env_example_explains_every_variable_that_the_node_script_reads() -> None:
+    read = set(re.findall(r"\$\{?([A-Z][A-Z_]+)", (ROOT / "sky" / "run_node.sh").read_text()))
+    external = ("SKYPILOT_", "SLURM_", "TORCHINDUCTOR", "TRITON", "PATH", "PWD", "BASHPID", "PYTHON")
+    assert {name for name in read if not name.startswith(external)} <= read_offered_variables()
