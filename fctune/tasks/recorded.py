@@ -17,7 +17,7 @@ from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
 from fctune.data.tool_schema import ToolSet
 from fctune.tasks.episode import Episode
-from fctune.tasks.rollouts import EpisodeTasks, RolloutSettings
+from fctune.tasks.rollouts import RolloutSettings, TaskSet
 from fctune.tasks.task import Step, Task, TaskState
 
 RECORDED_PARTS: dict[str, str] = {
@@ -27,7 +27,7 @@ RECORDED_PARTS: dict[str, str] = {
 """Parts of a reward with recorded results, each with its meaning."""
 
 
-class RecordedTasks(EpisodeTasks):
+class RecordedTasks(TaskSet):
     """Recorded conversations, which continue as recorded as long as the policy makes the row's calls.
 
     Rows without tools, rows without calls that have results, and repeated rows are left out.

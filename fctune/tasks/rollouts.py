@@ -1,7 +1,7 @@
 """Rollouts: a policy's episodes, token by token, with their rewards.
 
-A ``TaskSet`` plays requests with a ``PolicyEngine`` and rewards the episodes; training learns from the resulting
-``Rollout``. Tokens are never decoded and encoded again on the way: the sampled tokens are trained.
+A ``TaskSet`` plays requests with an engine that continues token ids; training learns from the resulting ``Rollout``.
+Tokens are never decoded and encoded again on the way: the sampled tokens are trained.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.registry import detect_format
@@ -107,20 +107,6 @@ class Rollout:
         return cls(**values | {"is_generated": tuple(map(bool, values["is_generated"]))})
 
 
-class TaskSet(Protocol):
-    """Tasks for a policy and the rewards of its episodes."""
-
-    @property
-    def ids(self) -> Sequence[str]:
-        """Ids of the tasks, in an order that does not change."""
-
-    def digest(self) -> str:
-        """Return a hex digest of everything that prompts and rewards depend on."""
-
-    def play(self, engine: Engine, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """Yield the rewarded rollout of each request, in the order of completion."""
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
     """How tasks are asked and rewarded.
@@ -138,8 +124,8 @@ class RolloutSettings:
     section: str = "grpo"
 
 
-class EpisodeTasks(ABC):
-    """A ``TaskSet`` whose episodes are run and rewarded here; subclasses open tasks and score their ends.
+class TaskSet(ABC):
+    """Tasks for a policy and the rewards of its episodes; subclasses open tasks and score how they end.
 
     Raises:
         ConfigError: A part of the reward does not exist, or the template's call format is unknown.
@@ -245,7 +231,7 @@ class EpisodeTasks(ABC):
             )
 
 
-class CaseTasks(EpisodeTasks):
+class CaseTasks(TaskSet):
     """The single-turn cases of a suite: one answer each, rewarded by the verdict on its calls.
 
     Raises:

@@ -69,9 +69,9 @@ HOSTILE = {
 @pytest.mark.parametrize("format_name", ["hermes", "pythonic", "xlam", "qwen3_coder"])
 def test_hostile_text_gets_a_verdict_that_can_be_written_and_read_again(name: str, format_name: str) -> None:
     case = load_suite(ROOT / "eval" / "suites" / "smoke.yaml").cases[0]
-    start = time.monotonic()
+    start = time.process_time()
     row = judge_answer(case, Answer(0, HOSTILE[name]), FORMATS[format_name]).to_row()
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
     assert row["verdict"] not in ("", "correct")
     again = json.loads(json.dumps(row))
     for judgement, judged in zip(judge_row(case, again), (row, row["lenient"]), strict=True):

@@ -14,7 +14,7 @@ from fctune.data.conversation import Conversation, Message
 from fctune.tasks.environments.base import CheckedTask, Split
 from fctune.tasks.environments.host import EnvironmentDefect, EnvironmentHost
 from fctune.tasks.episode import Episode
-from fctune.tasks.rollouts import EpisodeTasks, RolloutSettings
+from fctune.tasks.rollouts import RolloutSettings, TaskSet
 from fctune.tasks.task import Step, Task, TaskError, TaskState, to_results
 
 ENVIRONMENT_PARTS: dict[str, str] = {
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"(?<![\w.:-])\d[\d,]*(?:\.\d+)?(?![\w:-]*\d)")
 _LEADING_ZERO = re.compile(r"\b0(?=\d:\d\d)")
 
 
-class EnvironmentTasks(EpisodeTasks):
+class EnvironmentTasks(TaskSet):
     """The tasks of one or several environments, in alternation.
 
     Args:
