@@ -53,6 +53,8 @@ _PIECES = (
 )
 # Sizes of a text model without sections of its own. Many CPUs multiply bfloat16 ten times slower than float32.
 _SMALLEST = {"hidden_size": 32, "intermediate_size": 48}
+# Of the deepest, whose time is that of their many blocks.
+_THIN = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
 # 4-bit weights share scales in groups of 16,384.
 _NF4 = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 # transformers checks that the heads of Mamba divide its width, in a model without layers of Mamba, too.
@@ -62,9 +64,9 @@ _QWEN = (None, "<|im_end|>", "<|endoftext|>", ("<|endoftext|>",))
 FAMILIES = {
     "meta-llama/Llama-3.1-8B-Instruct": Family("llama3_1", *_LLAMA),
     "meta-llama/Llama-3.2-1B-Instruct": Family("llama3_2", *_LLAMA, _NF4),
-    "meta-llama/Llama-3.3-70B-Instruct": Family("llama3_1", *_LLAMA),
+    "meta-llama/Llama-3.3-70B-Instruct": Family("llama3_1", *_LLAMA, _THIN),
     "Qwen/Qwen2-7B-Instruct": Family(None, *_QWEN),
-    "Qwen/Qwen2.5-72B-Instruct": Family("qwen2_5", *_QWEN),
+    "Qwen/Qwen2.5-72B-Instruct": Family("qwen2_5", *_QWEN, _THIN),
     "Qwen/Qwen3-0.6B": Family("qwen3", *_QWEN),
     "Qwen/Qwen3-4B-Instruct-2507": Family("qwen3_instruct_2507", *_QWEN),
     "Qwen/Qwen3-8B": Family("qwen3", *_QWEN),

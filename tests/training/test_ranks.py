@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import prepare
+from fctune.models.sources import read_architecture
 from tests.ranks import run_ranks
 from tests.training.training_runs import ADAPTER, MEASURED, WIDE, compare, make_config, run_training
 
@@ -52,12 +54,26 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("adapter", [ADAPTER, None], ids=["lora", "full"])
 @pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS)
-def test_every_layout_matches_one_process_in_float64(
-    runs: Callable[..., dict[str, Any]], world_size: int, parallel: dict[str, Any], adapter: dict[str, Any] | None
+def test_every_layout_trains_all_weights_as_one_process_in_float64(
+    runs: Callable[..., dict[str, Any]], world_size: int, parallel: dict[str, Any]
 ) -> None:
-    compare(runs(1, adapter=adapter), runs(world_size, adapter=adapter, parallel=parallel), rtol=1e-9, atol=0)
+    compare(runs(1, adapter=None), runs(world_size, adapter=None, parallel=parallel), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS)
+def test_every_layout_trains_adapters_as_one_process_in_float64_and_keeps_frozen_weights(
+    runs: Callable[..., dict[str, Any]], make_model: Callable[..., Path], world_size: int, parallel: dict[str, Any]
+) -> None:
+    trained = runs(world_size, adapter=ADAPTER, parallel=parallel)
+    compare(runs(1, adapter=ADAPTER), trained, rtol=1e-9, atol=0)
+    architecture = read_architecture(make_model())
+    for name, weight in load_file(make_model() / "model.safetensors").items():
+        ours = torch.from_numpy(trained["weights"][name])
+        if name.startswith("model.layers"):
+            kind = next((kind for kind in ("q_proj", "k_proj") if kind in name), "v_proj")
+            ours = architecture.to_hf_layout(f"layers.0.attn.{kind}.weight", ours)
+        assert torch.equal(ours, weight.double()), name
 
 
 ROWS = ADAPTER | {"modules": ["q_proj", "down_proj"], "train_tokens": ["<tool_call>", "</tool_call>", "<|eot_id|>"]}
@@ -186,28 +202,6 @@ def test_training_twice_gives_the_same_metrics(runs: Callable[..., dict[str, Any
 
 def test_another_data_order_gives_other_losses(runs: Callable[..., dict[str, Any]]) -> None:
     assert runs(1)["metrics"][0]["loss"] != runs(1, seed=43)["metrics"][0]["loss"]
-
-
-@pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS)
-def test_frozen_weights_do_not_change(
-    runs: Callable[..., dict[str, Any]], make_model: Callable[..., Path], world_size: int, parallel: dict[str, Any]
-) -> None:
-    from safetensors.torch import load_file
-
-    base = load_file(make_model() / "model.safetensors")
-    from fctune.models.sources import read_architecture
-
-    architecture = read_architecture(make_model())
-    trained = runs(world_size, adapter=ADAPTER, parallel=parallel)["weights"]
-    for name, weight in base.items():
-        if not name.startswith("model.layers"):
-            ours = torch.from_numpy(trained[name])
-        else:
-            tune_name = "layers.0.attn." + (
-                "q_proj.weight" if "q_proj" in name else "k_proj.weight" if "k_proj" in name else "v_proj.weight"
-            )
-            ours = architecture.to_hf_layout(tune_name, torch.from_numpy(trained[name]))
-        assert torch.equal(ours, weight.double()), name
 
 
 def test_every_rank_runs_the_same_number_of_micro_batches(

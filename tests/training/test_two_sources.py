@@ -14,7 +14,7 @@ from fctune.data.prepared_set import prepare
 from tests.ranks import run_ranks
 from tests.training.training_runs import ADAPTER, compare, make_config, run_training
 
-NUM_STEPS = 8
+NUM_STEPS = 4
 STEPS: dict[str, Any] = {
     "max_steps": NUM_STEPS,
     "epochs": 30,
