@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm test-serving test-monitoring faults bench configs \
+.PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm test-serving test-monitoring faults bench configs configs-quick \
   bench-gpu real bench-startup test-gpu lint reference docs tiny-base link-recipes audit clean
 
 setup: $(READY)
@@ -146,9 +146,13 @@ faults: setup
 	$(BIN)/python -m tests.faults.harness --method $(METHOD) --num-kills $(N) --seed $(SEED)
 
 # Run every shipped config from its first step to its export, on models of their real depth with small random weights:
-# at most 15 minutes on two idle cores. ONLY="qwen3_8b_lora tiny_lora" runs some.
+# about 17 minutes on two cores. ONLY="qwen3_8b_lora tiny_lora" runs some.
 configs: setup
 	$(BIN)/python -m benchmarks.run_configs $(ONLY)
+
+# All but the six that take half of the time: what CI runs.
+configs-quick: setup
+	$(BIN)/python -m benchmarks.run_configs --quick --results runs/configs.json
 
 # Compare with torchtune and TRL on the CPU; the machine must be idle. About 25 minutes. ROWS=FILE adds real rows.
 bench: setup

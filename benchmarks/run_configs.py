@@ -1,6 +1,6 @@
 """Run every shipped config from its first step to its export, on a model of its real depth with small random weights.
 
-    python -m benchmarks.run_configs [NAME or FILE ...] [--results FILE] [--cold]
+    python -m benchmarks.run_configs [NAME or FILE ...] [--results FILE] [--quick] [--cold]
 
 Each training config runs through ``fctune train``: with its model's own layers and chat template
 (``benchmarks/deep_models.py``), rows in the shape of the data sets that it names, and compiled if it says so. The run
@@ -94,8 +94,11 @@ INDUCTOR = {
 }
 
 
-# Configs that take the most time.
-LONGEST = ("qwen2_5_72b_full", "qwen3_5_4b_lora", "gemma4_e4b_lora", "llama3_1_8b_grpo", "qwen3_30b_a3b_lora")
+# Configs that take half of the time together; ``--quick`` leaves them out.
+LONGEST = (
+    *("qwen2_5_72b_full", "qwen3_5_4b_lora", "gemma4_e4b_lora", "llama3_1_8b_grpo", "qwen3_30b_a3b_lora"),
+    "llama3_2_1b_qlora",
+)
 # What all runs import.
 WARM_MODULES = (
     *("fctune.cli", "fctune.training.launcher", "torch.distributed.launcher.api", "fctune.training.entry"),
@@ -667,11 +670,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="working directory, kept; default: a temporary one")
     parser.add_argument("--workers", type=int, default=2, help="configs at a time, on a core each")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="for each config")
+    parser.add_argument("--quick", action="store_true", help="leave out the configs that take the most time")
     parser.add_argument("--cold", action="store_true", help="start a new interpreter for each process of a run")
     arguments = parser.parse_args(argv)
     shipped = list_shipped_configs()
     known = {path.stem: path for path in shipped}
     chosen = [known.get(name, Path(name).absolute()) for name in arguments.configs] or shipped
+    if arguments.quick:
+        chosen = [path for path in chosen if path.stem not in LONGEST]
     if unknown := [str(path) for path in chosen if not path.is_file()]:
         parser.error(f"no such config: {', '.join(unknown)}")
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="fctune-configs-"))
