@@ -20,6 +20,7 @@ import torch
 from benchmarks.model_zoo import find_entry, save_weights, shrink
 from benchmarks.templates import ADDED, SPECIAL, find_templates
 from fctune.apps.demo.tokenizer import train_tokenizer
+from fctune.config.chat_templates import list_shipped_templates
 from fctune.models.hub import parse_name
 from fctune.models.sources import find_public_config
 
@@ -91,7 +92,8 @@ def save_tokenizer(folder: Path, family: Family, template: str | None, texts: Se
     # Rows hold JSON within JSON, which a template prints without its escapes.
     printed = [text.replace('\\"', '"').replace("\\n", "\n") for text in texts]
     # The template's own words are few tokens, as for the real tokenizer, so that rows are short.
-    texts = [*texts, *printed, *[template or ""] * 30, *["a:\n\nb>\n\nc.\n\n"] * 3]
+    words = template or list_shipped_templates()["hermes"].read_text(encoding="utf-8")
+    texts = [*texts, *printed, *[words] * 30, *["a:\n\nb>\n\nc.\n\n"] * 3]
     tokenizer = train_tokenizer(texts, _PIECES, vocab_size=4000)
     roles = {"bos_token": family.bos, "eos_token": family.eos, "pad_token": family.pad}
     special = {token for token in (*roles.values(), *family.stops) if token is not None}
