@@ -1,6 +1,7 @@
 """Sizes of a causal language model, and the facts about its family that training needs. Imports no torch.
 
-A source of models (a package in this folder) subclasses ``Architecture`` and ``fctune.models.causal_lm.CausalLM``.
+A source of models (a package in this folder) subclasses ``Architecture`` and ``fctune.models.causal_lm.CausalLM``;
+``fctune.models.sources`` builds the models of all.
 """
 
 from __future__ import annotations
