@@ -22,6 +22,7 @@ from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import materialize_
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import build_model
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
 
 
@@ -96,7 +97,7 @@ def count_compiled_block(config: RunConfig, architecture: Architecture, tokens: 
     """
     counter = Counter()
     compiler = functools.partial(torch.compile, backend=counter.backend())
-    model = architecture.build_model(config.data.seq_len, PrecisionPolicy.uniform(torch.bfloat16))
+    model = build_model(architecture, config.data.seq_len, PrecisionPolicy.uniform(torch.bfloat16))
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
     apply_activation_checkpointing_(

@@ -21,7 +21,7 @@ from fctune.models.attention import AttentionKernel, choose_attention_kernel
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
 
 # Every kernel supports a head size of 32.
@@ -34,7 +34,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 4e-2}
 
 def build(model_dir: Path, dtype: torch.dtype, device: torch.device, kernel: AttentionKernel) -> CausalLM:
     """Build a model and load the directory's weights."""
-    model = read_architecture(model_dir).build_model(256, PrecisionPolicy.uniform(dtype), kernel)
+    model = build_model(read_architecture(model_dir), 256, PrecisionPolicy.uniform(dtype), kernel)
     materialize_(model, device)
     load_base_(model, model_dir)
     return model

@@ -48,11 +48,11 @@ def measure_loading(folder: Path, device: torch.device) -> float:
     from fctune.models.base_weights import load_base_
     from fctune.models.causal_lm import materialize_
     from fctune.models.precision import PrecisionPolicy
-    from fctune.models.sources import read_architecture
+    from fctune.models.sources import build_model, read_architecture
 
     _wait(device)
     started = time.perf_counter()
-    model = read_architecture(folder).build_model(4_096, PrecisionPolicy.uniform(torch.bfloat16))
+    model = build_model(read_architecture(folder), 4_096, PrecisionPolicy.uniform(torch.bfloat16))
     materialize_(model, device)
     load_base_(model, folder)
     _wait(device)

@@ -29,6 +29,7 @@ from fctune.models.lora import apply_lora_
 from fctune.models.planned_model import find_architecture
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.run_config import load_run_config
+from fctune.models.sources import build_model
 from fctune.parallel.block_memory import count_block_activations
 
 _LORA, _FULL = "configs/llama3_1_8b_lora.yaml", "configs/llama3_1_8b_full.yaml"
@@ -86,7 +87,7 @@ class Products(TorchDispatchMode):
 
 def count_block(config: RunConfig, architecture: Architecture) -> dict[str, float]:
     """Return a block's products, forward and backward, and bytes per token: of thin ones, and kept for backward."""
-    model = architecture.build_model(config.data.seq_len, PrecisionPolicy.uniform(torch.bfloat16))
+    model = build_model(architecture, config.data.seq_len, PrecisionPolicy.uniform(torch.bfloat16))
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
     model.train().token_keys.set_rows(torch.empty(1, dtype=torch.int64, device="meta"), _TOKENS)

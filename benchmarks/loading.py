@@ -84,13 +84,13 @@ def load_sharded(folder: Path) -> dict[str, float]:
     from fctune.models.base_weights import load_base_
     from fctune.models.causal_lm import materialize_
     from fctune.models.precision import PrecisionPolicy
-    from fctune.models.sources import read_architecture
+    from fctune.models.sources import build_model, read_architecture
     from fctune.parallel.layout import Hardware, choose_parallel_layout
     from fctune.parallel.sharding import shard_
 
     world = init_distributed()
     torch.set_num_threads(1)
-    model = read_architecture(folder).build_model(128, PrecisionPolicy.uniform(torch.bfloat16))
+    model = build_model(read_architecture(folder), 128, PrecisionPolicy.uniform(torch.bfloat16))
     hardware = Hardware("cpu", world.world_size, world.world_size)
     config = ParallelConfig(mode="fsdp" if world.world_size > 1 else "auto")
     layout = choose_parallel_layout(config, hardware, False, lambda _: None)  # type: ignore[arg-type, return-value]

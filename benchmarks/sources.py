@@ -23,7 +23,7 @@ from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, copy_full_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import parse_architecture
+from fctune.models.sources import build_model, parse_architecture
 from fctune.training.host_memory import reuse_freed_memory
 
 LENGTHS = (201, 96, 133, 312, 150, 132)
@@ -46,7 +46,7 @@ SOURCES = ("torchtune", "transformers")
 def build(family: str, source: Any, has_adapter: bool, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """Build a model with random weights, which are the same for both sources."""
     architecture = parse_architecture("config.json", SIZES | FAMILIES[family], source)
-    model = architecture.build_model(sum(LENGTHS), PrecisionPolicy.uniform(dtype))
+    model = build_model(architecture, sum(LENGTHS), PrecisionPolicy.uniform(dtype))
     if has_adapter:
         apply_lora_(model, AdapterConfig(rank=16, alpha=32))
     materialize_(model, device)

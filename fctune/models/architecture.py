@@ -1,6 +1,7 @@
 """Sizes of a causal language model, and the facts about its family that training needs. Imports no torch.
 
-A source of models (a package in this folder) subclasses ``Architecture`` and ``fctune.models.causal_lm.CausalLM``.
+A source of models (a package in this folder) subclasses ``Architecture`` and ``fctune.models.causal_lm.CausalLM``;
+``fctune.models.sources`` builds the models of all.
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ from fctune.config.parsing import suggest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fctune.models.attention import AttentionKernel
-    from fctune.models.causal_lm import CausalLM
-    from fctune.models.precision import PrecisionPolicy
     from fctune.models.tensor_files import TensorHeader
     from fctune.models.weight_plan import WeightPlan
 
@@ -280,28 +278,3 @@ class Architecture(ABC):
         Raises:
             CheckpointError: Tensors are quantised in a way that cannot be undone, or do not fit together.
         """
-
-    @abstractmethod
-    def build_model(
-        self, max_seq_len: int, precision: PrecisionPolicy, attention_kernel: AttentionKernel = "per_document"
-    ) -> CausalLM:
-        """Build the model on the meta device, without memory for its weights.
-
-        Args:
-            max_seq_len: Longest row, in tokens; sizes the position embedding's tables.
-            precision: Dtypes of the weights and of the computation.
-            attention_kernel: Implementation of attention within packed rows.
-
-        Raises:
-            ConfigError: Rows longer than the positions of the model, or a combination that the source cannot build.
-        """
-
-    def build_shapes(self, max_seq_len: int, precision: PrecisionPolicy) -> CausalLM:
-        """Build a model on the meta device to count its parameters and buffers, and what its blocks keep for backward.
-
-        A source may check less of it than of a model that trains, and may leave out what runs of plain blocks.
-
-        Raises:
-            ConfigError: Rows longer than the positions of the model, or a combination that the source cannot build.
-        """
-        return self.build_model(max_seq_len, precision)

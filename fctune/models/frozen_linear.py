@@ -54,6 +54,11 @@ class FrozenLinear(nn.Module):
         if base_dtype == "nf4":
             from fctune.models import nf4
 
+            if base.weight.numel() % NF4_BLOCK:
+                raise ConfigError(
+                    f"adapter.base=nf4: the size of a linear, {list(base.weight.shape)}, is not a multiple of the "
+                    f"{NF4_BLOCK:,} weights that share scales; use bf16 or float8."
+                )
             self.weight = nn.Parameter(nf4.quantize(base), requires_grad=False)
         elif base_dtype == "float8":
             if any(size % 16 for size in base.weight.shape):

@@ -11,9 +11,6 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4, to_nf4
 
-from fctune.base.errors import ConfigError
-from fctune.models.frozen_linear import NF4_BLOCK
-
 __all__ = ["NF4Tensor", "multiply", "quantize", "shard_like", "to_nf4"]
 
 
@@ -34,17 +31,7 @@ def _dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize(base: nn.Linear) -> Tensor:
-    """Return the weight of a linear in 4 bits.
-
-    Raises:
-        ConfigError: The weight is not a multiple of the weights that share scales.
-    """
-    rows, columns = base.weight.shape
-    if rows * columns % NF4_BLOCK:
-        raise ConfigError(
-            f"adapter.base=nf4: the size of a linear, [{rows}, {columns}], is not a multiple of the {NF4_BLOCK:,} "
-            "weights that share scales; use bf16 or float8."
-        )
+    """Return the weight of a linear in 4 bits; its size must be a multiple of ``frozen_linear.NF4_BLOCK``."""
     if base.weight.is_meta:
         return _make_meta(base.weight.shape, base.weight.dtype)
     quantized: Tensor = to_nf4(base.weight.detach())

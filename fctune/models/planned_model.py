@@ -19,7 +19,7 @@ from fctune.models.causal_lm import CausalLM
 from fctune.models.hub import describe_failure, parse_name
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import choose_precision
-from fctune.models.sources import find_public_config, parse_architecture, read_architecture
+from fctune.models.sources import build_model, build_shapes, find_public_config, parse_architecture, read_architecture
 from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
 from fctune.models.token_rows import train_tokens_
 from fctune.models.untrained_tokens import Candidates
@@ -96,9 +96,9 @@ def shape_model(
     """
     precision = choose_precision(config.precision, config.adapter is not None, "cuda")
     if attention_kernel is None:
-        model = architecture.build_shapes(config.data.seq_len, precision)
+        model = build_shapes(architecture, config.data.seq_len, precision)
     else:
-        model = architecture.build_model(config.data.seq_len, precision, attention_kernel)
+        model = build_model(architecture, config.data.seq_len, precision, attention_kernel)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
         train_tokens_(model, token_ids)

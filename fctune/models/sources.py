@@ -6,13 +6,20 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError
 from fctune.config.sections.model import ModelSource
 from fctune.models.architecture import Architecture
 from fctune.models.torchtune import architecture as torchtune
+from fctune.models.torchtune.lazy_datasets import lazy_datasets
 from fctune.models.transformers import architecture as transformers
+from fctune.models.transformers.model_config import check_config
+
+if TYPE_CHECKING:
+    from fctune.models.attention import AttentionKernel
+    from fctune.models.causal_lm import CausalLM
+    from fctune.models.precision import PrecisionPolicy
 
 
 def read_config(model_dir: str | Path) -> dict[str, Any]:
@@ -76,8 +83,55 @@ def choose_source(where: str, raw: dict[str, Any], model_source: ModelSource = "
                 raise
         else:
             return "torchtune"
-    transformers.check_config(where, raw)
+    check_config(where, raw)
     return "transformers"
+
+
+def build_model(
+    architecture: Architecture,
+    max_seq_len: int,
+    precision: PrecisionPolicy,
+    attention_kernel: AttentionKernel = "per_document",
+) -> CausalLM:
+    """Build a model on the meta device, without memory for its weights.
+
+    Args:
+        architecture: Sizes and family of the model.
+        max_seq_len: Longest row, in tokens; sizes the position embedding's tables.
+        precision: Dtypes of the weights and of the computation.
+        attention_kernel: Implementation of attention within packed rows.
+
+    Raises:
+        ConfigError: Rows longer than the positions of the model, or a combination that the source cannot build.
+    """
+    if isinstance(architecture, torchtune.TorchtuneArchitecture):
+        with lazy_datasets():
+            from fctune.models.torchtune import build as torchtune_build  # imports torchtune, which takes seconds
+
+        return torchtune_build.build_model(architecture, max_seq_len, precision, attention_kernel)
+    from fctune.models.transformers import build as transformers_build  # imports torch and transformers
+
+    assert isinstance(architecture, transformers.TransformersArchitecture)
+    return transformers_build.build_model(architecture, max_seq_len, precision, attention_kernel)
+
+
+def build_shapes(architecture: Architecture, max_seq_len: int, precision: PrecisionPolicy) -> CausalLM:
+    """Build a model on the meta device to count its parameters and buffers, and what its blocks keep for backward.
+
+    Blocks of torchtune's models do not run and are made without torchtune; of transformers' models, one block of each
+    kind is inspected.
+
+    Raises:
+        ConfigError: Rows longer than the positions of the model, or a combination that the source cannot build.
+    """
+    if isinstance(architecture, torchtune.TorchtuneArchitecture):
+        from fctune.models.torchtune import shapes  # imports torch
+
+        return shapes.build_shapes(architecture, max_seq_len, precision)
+    from fctune.models.transformers import build  # imports torch and transformers
+
+    assert isinstance(architecture, transformers.TransformersArchitecture)
+    return build.build_shapes(architecture, max_seq_len, precision)
 
 
 def find_model_problems(

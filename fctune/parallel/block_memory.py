@@ -25,6 +25,7 @@ from fctune.models.block_kinds import repeats_skipped
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import build_shapes
 
 # Lengths of the traced rows, in tokens; two, to tell what grows with them from what does not.
 _LENGTHS = (128, 256)
@@ -207,7 +208,7 @@ def trace_blocks(a: Architecture, config: RunConfig, width: int) -> TracedBlocks
         config: Config of the run.
         width: Bytes per element in the compute dtype.
     """
-    model = a.build_shapes(config.data.seq_len, PrecisionPolicy.uniform(_DTYPES[width]))
+    model = build_shapes(a, config.data.seq_len, PrecisionPolicy.uniform(_DTYPES[width]))
     kinds = model.block_kinds()
     if config.adapter is not None:
         apply_lora_(model, replace(config.adapter, base="bf16"))  # quantised weights keep the same activations

@@ -47,7 +47,7 @@ from fctune.models.lora import apply_lora_, describe_adapters, find_frozen_exper
 from fctune.models.loss import chunk_rows
 from fctune.models.packing_proof import prove_packing
 from fctune.models.precision import check_device, choose_precision
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
 from fctune.models.token_rows import train_tokens_
 from fctune.models.untrained_tokens import Candidates
@@ -136,7 +136,7 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
         kernel, description = choose_attention_kernel(
             device.type, precision.compute_dtype, architecture.head_dim, capability
         )
-        model = architecture.build_model(config.data.seq_len, precision, kernel)
+        model = build_model(architecture, config.data.seq_len, precision, kernel)
         model.balance_routers_(config.model.router_aux_loss)
         return model, description
 

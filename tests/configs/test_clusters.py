@@ -18,7 +18,7 @@ from fctune.config.schema import RunConfig
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import choose_precision
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_
 from fctune.parallel.footprint import GIB
 from fctune.parallel.layout import Hardware, ParallelLayout, check_memory, choose_parallel_layout
@@ -44,7 +44,7 @@ def shape(config: RunConfig, model: dict[str, Any], folder: Path) -> CausalLM:
     """The model as the recipes shape it for CUDA, on the meta device."""
     (folder / "config.json").write_text(json.dumps(model))
     precision = choose_precision(config.precision, config.adapter is not None, "cuda")
-    shaped = read_architecture(folder).build_model(config.data.seq_len, precision)
+    shaped = build_model(read_architecture(folder), config.data.seq_len, precision)
     if config.adapter is not None:
         apply_lora_(shaped, config.adapter)
     apply_activation_checkpointing_(shaped, config.activation_checkpointing, "cuda")

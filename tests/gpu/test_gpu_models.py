@@ -18,7 +18,7 @@ from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.grouped_products import multiply_each_group, multiply_groups
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.models.transformers.float64 import keep_float64_
 from tests.models.expert_samples import save_base
 from tests.models.hybrid_samples import HYBRIDS, save_hybrid
@@ -51,7 +51,7 @@ def save_model(model_type: str, path: Path) -> Path:
 def load(path: Path, dtype: torch.dtype, device: torch.device, capability: tuple[int, int] | None) -> CausalLM:
     architecture = read_architecture(path, "transformers")
     kernel, _ = choose_attention_kernel(device.type, dtype, architecture.head_dim, capability)
-    model = architecture.build_model(256, PrecisionPolicy.uniform(dtype), kernel)
+    model = build_model(architecture, 256, PrecisionPolicy.uniform(dtype), kernel)
     materialize_(model, device)
     load_base_(model, path)
     return model

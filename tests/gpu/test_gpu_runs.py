@@ -30,7 +30,7 @@ from fctune.models.attention import choose_attention_kernel, make_bounds
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.runs.device import DeviceSampler, read_device
 from fctune.runs.metrics import active_memory_gib, peak_memory_gib
 from fctune.runs.sinks import SinkGroup
@@ -137,7 +137,7 @@ def test_packed_losses_equal_those_of_transformers(
     path, device = make_model(family), torch.device(device_type)
     architecture = read_architecture(path)
     kernel, _ = choose_attention_kernel(device_type, dtype, 16, capability)
-    model = architecture.build_model(256, PrecisionPolicy.uniform(dtype), kernel)
+    model = build_model(architecture, 256, PrecisionPolicy.uniform(dtype), kernel)
     materialize_(model, device)
     load_base_(model, path)
     lengths = [[40, 24, 0], [30, 33, 1]]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import build_model
 from fctune.models.transformers.architecture import parse_architecture
 from fctune.models.transformers.float64 import keep_float64_
 
@@ -108,7 +109,7 @@ def make_reference(model_type: str) -> Any:
 def make_model(model_type: str, dtype: torch.dtype = torch.float64) -> CausalLM:
     """Return our model with the reference's weights."""
     architecture = parse_architecture("config.json", read_raw(model_type))
-    model = architecture.build_model(64, PrecisionPolicy.uniform(dtype))
+    model = build_model(architecture, 64, PrecisionPolicy.uniform(dtype))
     materialize_(model, torch.device("cpu"))
     weights = dict(make_reference(model_type).named_parameters())
     with torch.no_grad():

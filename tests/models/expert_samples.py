@@ -14,6 +14,7 @@ from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, copy_full_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import build_model
 from fctune.models.transformers.architecture import parse_architecture
 from fctune.models.transformers.attention import ATTENTION
 from fctune.models.transformers.float64 import keep_float64_
@@ -119,7 +120,7 @@ def make_model(reference: Any, adapter: AdapterConfig | None = None, seed: int =
     """Return our model with the weights of a reference and adapters with nonzero B, so that errors in them show."""
     raw = reference.config.to_dict()
     dtype = next(reference.parameters()).dtype
-    model = parse_architecture("config.json", raw).build_model(256, PrecisionPolicy.uniform(dtype))
+    model = build_model(parse_architecture("config.json", raw), 256, PrecisionPolicy.uniform(dtype))
     if adapter is not None:
         apply_lora_(model, adapter)
     materialize_(model, torch.device("cpu"))

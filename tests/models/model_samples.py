@@ -14,7 +14,7 @@ from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.models.token_rows import init_token_rows_, train_tokens_
 
 ALL_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
@@ -29,7 +29,7 @@ def load_model(
     source: ModelSource = "auto",
 ) -> CausalLM:
     """Load a model on CPU in evaluation mode; its adapters have nonzero B, so that errors in merging show."""
-    model = read_architecture(path, source).build_model(seq_len, PrecisionPolicy.uniform(dtype))
+    model = build_model(read_architecture(path, source), seq_len, PrecisionPolicy.uniform(dtype))
     if adapter is not None:
         apply_lora_(model, adapter)
         train_tokens_(model, token_ids)

@@ -12,11 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fctune.config.sections.adapter import AdapterConfig
-from fctune.models.adapter_input import AdapterInput
 from fctune.models.causal_lm import CausalLM
-from fctune.models.lora import LoRALinear
+from fctune.models.lora import AdapterInput, LoRALinear
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.activations import compile_blocks_
 from tests.models.model_samples import ALL_MODULES, load_model
 
@@ -60,7 +59,7 @@ def test_shared_inputs_change_no_loss_and_no_gradient(load: Callable[..., Causal
 
 def test_both_sources_share_the_same_inputs(make_model: Callable[..., Path]) -> None:
     path, policy = make_model("llama"), PrecisionPolicy.uniform(torch.float32)
-    models = [read_architecture(path, source).build_model(64, policy) for source in ("torchtune", "transformers")]
+    models = [build_model(read_architecture(path, source), 64, policy) for source in ("torchtune", "transformers")]
     ours, theirs = ({linear.key: linear.input_key for linear in model.linears()} for model in models)
     assert ours == theirs
     assert [key for key, first in ours.items() if key != first] == [

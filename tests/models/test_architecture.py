@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import find_public_config, parse_architecture, read_architecture
+from fctune.models.sources import build_model, find_public_config, parse_architecture, read_architecture
 
 
 def test_all_linear_selects_every_linear_but_the_head(make_model: Callable[..., Path]) -> None:
@@ -30,7 +30,7 @@ def test_unknown_adapter_modules_are_reported_with_the_nearest_name(make_model: 
 def test_linear_shapes_are_those_of_the_built_model(make_model: Callable[..., Path]) -> None:
     for family in ("llama", "qwen2"):
         architecture = read_architecture(make_model(family))
-        model = architecture.build_model(128, PrecisionPolicy.uniform(torch.float32))
+        model = build_model(architecture, 128, PrecisionPolicy.uniform(torch.float32))
         shapes = {one.name: (one.in_dim, one.out_dim) for one in architecture.blocks[0].linears}
         for linear in model.linears():
             if linear.module != architecture.head:

@@ -12,6 +12,7 @@ from fctune.config.schema import AdapterConfig
 from fctune.models.causal_lm import materialize_
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import build_model
 from fctune.models.token_rows import TokenRows, train_tokens_
 from fctune.models.transformers.architecture import parse_architecture
 from tests.models.dense_samples import draw_conversations, make_model, read_raw
@@ -43,7 +44,7 @@ def test_buffers_have_transformers_values_after_memory_is_given(rope_type: str) 
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, **ROPES[rope_type]}
     raw = read_raw("llama", rope_parameters=rope)
     reference = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"].from_dict(raw), dtype=torch.bfloat16)
-    model: Any = parse_architecture("config.json", raw).build_model(64, PrecisionPolicy.uniform(torch.bfloat16))
+    model: Any = build_model(parse_architecture("config.json", raw), 64, PrecisionPolicy.uniform(torch.bfloat16))
     materialize_(model, torch.device("cpu"))
     expected = dict(reference.named_buffers())
     assert expected
@@ -58,7 +59,7 @@ def test_trained_rows_keep_what_the_family_does_to_embeddings(model_type: str) -
     (tokens,) = draw_conversations(20)
     tokens[:, ::4] = torch.tensor(ids)[torch.arange(5) % 3]
     architecture = model.architecture
-    rows: Any = architecture.build_model(64, PrecisionPolicy.uniform(torch.float64))
+    rows: Any = build_model(architecture, 64, PrecisionPolicy.uniform(torch.float64))
     apply_lora_(rows, AdapterConfig(rank=2, alpha=2))
     train_tokens_(rows, ids)
     materialize_(rows, torch.device("cpu"))
@@ -95,11 +96,11 @@ def test_adapter_modules_come_from_the_model_and_are_checked_with_suggestions() 
     phi = parse_architecture("config.json", read_raw("phi3"))
     assert phi.linear_names == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     with pytest.raises(ConfigError, match=r"no such module: qkv_prj; did you mean qkv_proj\?"):
-        apply_lora_(phi.build_model(64, PrecisionPolicy.uniform(torch.float32)), AdapterConfig(modules=["qkv_prj"]))
+        apply_lora_(build_model(phi, 64, PrecisionPolicy.uniform(torch.float32)), AdapterConfig(modules=["qkv_prj"]))
     tied = parse_architecture("config.json", read_raw("gemma2"))
     assert "ties it to its embeddings" in tied.find_adapter_problems(["lm_head"])[0]
 
 
 def test_rows_longer_than_the_positions_are_refused() -> None:
     with pytest.raises(ConfigError, match="exceeds the model's 256 positions"):
-        parse_architecture("config.json", read_raw("qwen3")).build_model(257, PrecisionPolicy.uniform(torch.float32))
+        build_model(parse_architecture("config.json", read_raw("qwen3")), 257, PrecisionPolicy.uniform(torch.float32))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import build_model
 from fctune.models.transformers.architecture import parse_architecture
 from fctune.models.transformers.experts import EXPERTS_IMPLEMENTATION, iter_experts
 from tests.models.expert_samples import MODEL_TYPES, draw_ids, make_config, make_reference
@@ -60,6 +61,6 @@ def test_bfloat16_experts_are_as_close_to_float64_as_transformers_own() -> None:
 def test_experts_larger_than_the_memory_are_shaped() -> None:
     config = make_config("qwen3_moe", hidden_size=2**14, moe_intermediate_size=2**14, num_local_experts=2**10)
     architecture = parse_architecture("config.json", config.to_dict())
-    model = architecture.build_model(64, PrecisionPolicy.uniform(torch.float32))
+    model = build_model(architecture, 64, PrecisionPolicy.uniform(torch.float32))
     assert sum(p.numel() for p in model.parameters()) > 2 * 3 * 2**38  # 6.6 TB
     assert all(parameter.is_meta for parameter in model.parameters())

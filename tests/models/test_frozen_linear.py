@@ -18,7 +18,7 @@ from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import FrozenLinear, copy_rows_, is_nf4
 from fctune.models.lora import apply_lora_, init_adapters_, row_norms
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from tests.models.hybrid_samples import save_hybrid
 from tests.models.model_samples import ALL_MODULES, draw_tokens, load_model, load_reference
 from tests.models.tiny_models import save_tiny_model
@@ -211,7 +211,7 @@ def test_only_adapters_train_on_a_quantised_base(make_model: Callable[..., Path]
 
 
 def test_linears_too_small_for_4_bits_are_rejected(make_model: Callable[..., Path]) -> None:
-    model = read_architecture(make_model("llama")).build_model(256, PrecisionPolicy.uniform(torch.bfloat16))
+    model = build_model(read_architecture(make_model("llama")), 256, PrecisionPolicy.uniform(torch.bfloat16))
     with pytest.raises(ConfigError, match=r"adapter\.base=nf4: the size of a linear, \[64, 64\]"):
         apply_lora_(model, AdapterConfig(base="nf4"))
 

@@ -10,10 +10,10 @@ from tests.conftest import ROOT, TINY_BASE
 CODE = """
 import sys
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 import torch
 
-model = read_architecture(sys.argv[1]).build_model(64, PrecisionPolicy.uniform(torch.float32))
+model = build_model(read_architecture(sys.argv[1]), 64, PrecisionPolicy.uniform(torch.float32))
 assert "torchtune" in sys.modules
 assert "datasets" not in sys.modules and "pandas" not in sys.modules, "imported after all"
 import torchtune.data._utils as utils

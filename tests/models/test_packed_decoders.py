@@ -14,7 +14,7 @@ from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.models.attention import make_bounds
 from fctune.models.loss import supervised_losses
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_
 from tests.models.dense_samples import FAMILIES, LENGTHS, draw_conversations, make_model, make_reference, pack
 
@@ -103,4 +103,4 @@ def test_models_are_built_for_the_kernels_of_gpus_with_the_windows_of_their_laye
 ) -> None:
     save_config(find_entry(model_type), tmp_path / "model")
     architecture = read_architecture(tmp_path / "model", "transformers")
-    assert architecture.build_model(64, PrecisionPolicy.uniform(torch.bfloat16), kernel).windows == windows
+    assert build_model(architecture, 64, PrecisionPolicy.uniform(torch.bfloat16), kernel).windows == windows

@@ -13,6 +13,7 @@ from fctune.base.errors import ConfigError
 from fctune.models import packing_proof
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import build_model
 from fctune.models.transformers import attention, build
 from fctune.models.transformers.architecture import parse_architecture
 from fctune.parallel.activations import use_float8_matmuls_
@@ -106,7 +107,7 @@ def test_positions_beyond_the_original_length_that_change_a_neighbour_are_caught
     raw = read_raw("phi3", rope_parameters=rope, original_max_position_embeddings=100)
 
     def make() -> CausalLM:
-        model = parse_architecture("config.json", raw).build_model(SEQ_LEN, PrecisionPolicy.uniform(torch.float64))
+        model = build_model(parse_architecture("config.json", raw), SEQ_LEN, PrecisionPolicy.uniform(torch.float64))
         materialize_(model, CPU)
         torch.manual_seed(0)
         for parameter in model.parameters():
@@ -136,7 +137,7 @@ def test_attention_other_than_the_models_own_is_refused_before_weights_are_read(
 ) -> None:
     architecture = parse_architecture("config.json", read_raw(model_type, **changes))
     with pytest.raises(ConfigError) as caught:
-        architecture.build_model(64, PrecisionPolicy.uniform(torch.float32))
+        build_model(architecture, 64, PrecisionPolicy.uniform(torch.float32))
     assert words in str(caught.value)
 
 
@@ -144,4 +145,4 @@ def test_chunks_and_windows_beyond_the_rows_are_no_obstacle() -> None:
     wide = WINDOW_IN_MASKS | {"sliding_window": 64}
     for model_type, changes in (("llama4_text", {"attention_chunk_size": 64}), ("qwen2_moe", wide)):
         raw = read_raw(model_type, **changes)
-        parse_architecture("config.json", raw).build_model(64, PrecisionPolicy.uniform(torch.float32))
+        build_model(parse_architecture("config.json", raw), 64, PrecisionPolicy.uniform(torch.float32))

@@ -19,7 +19,7 @@ from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.lora import LoRALinear, apply_lora_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import find_model_problems, read_architecture
+from fctune.models.sources import build_model, find_model_problems, read_architecture
 from tests.models.tiny_models import SIZES, TEXT_MODELS, save_tiny_model
 
 FLOAT32 = PrecisionPolicy.uniform(torch.float32)
@@ -82,7 +82,7 @@ def test_known_models_are_built_by_transformers_whatever_code_their_repository_n
 
     config = Qwen3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64).to_dict()
     model = write_config(tmp_path, **config, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
-    built = read_architecture(model).build_model(64, FLOAT32)
+    built = build_model(read_architecture(model), 64, FLOAT32)
     assert type(built.decoder).__module__.startswith("transformers.models.qwen3")  # type: ignore[union-attr]
 
 
@@ -94,7 +94,7 @@ def build_tiny(model_type: str, folder: Path, adapter: AdapterConfig) -> None:
 
     sizes = tiny_models.SIZES | TEXT_MODELS[model_type]
     AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
-    apply_lora_(read_architecture(folder).build_model(64, FLOAT32), adapter)
+    apply_lora_(build_model(read_architecture(folder), 64, FLOAT32), adapter)
 
 
 @pytest.mark.parametrize("base", ["nf4", "float8"])
@@ -117,7 +117,7 @@ def test_adapters_that_would_not_load_or_do_nothing_are_refused_if_named(
     model_type: str, module: str, reason: str, tmp_path: Path
 ) -> None:
     save_config(find_entry(model_type), tmp_path / "model")
-    model = read_architecture(tmp_path / "model").build_model(64, FLOAT32)
+    model = build_model(read_architecture(tmp_path / "model"), 64, FLOAT32)
     with pytest.raises(ConfigError) as caught:
         apply_lora_(model, AdapterConfig(rank=2, modules=["q_proj", module]))
     check_sentences(str(caught.value), f"{module} takes no adapter", reason, "leave it out")
@@ -130,10 +130,10 @@ def test_peft_finds_the_linears_that_all_linear_adapts_and_refuses_none(model_ty
 
     save_config(find_entry(model_type), tmp_path / "model")
     architecture = read_architecture(tmp_path / "model")
-    model = architecture.build_model(64, FLOAT32)
+    model = build_model(architecture, 64, FLOAT32)
     apply_lora_(model, AdapterConfig(rank=2, modules="all-linear"))
     adapted = {name for name, module in model.named_modules() if isinstance(module, LoRALinear)}
-    plain: Any = architecture.build_model(64, FLOAT32)
+    plain: Any = build_model(architecture, 64, FLOAT32)
     names = Architecture.peft_targets(architecture, "all-linear")
     found = LoraModel(plain.decoder, LoraConfig(r=2, target_modules=names), "default").targeted_module_names
     assert {f"decoder.{name}" for name in found} == adapted
@@ -152,7 +152,7 @@ def test_models_whose_layers_cannot_train_are_refused_when_they_are_built(claim:
     save_config(find_entry(model_type), tmp_path / "model")
     architecture = read_architecture(tmp_path / "model")
     with pytest.raises(ConfigError) as caught:
-        architecture.build_model(64, FLOAT32)
+        build_model(architecture, 64, FLOAT32)
     check_sentences(str(caught.value), model_type, *parts)
 
 
@@ -162,7 +162,7 @@ def test_attention_that_cannot_be_checked_without_weights_is_reported(tmp_path: 
     for model_type, is_checked in (("qwen3", True), ("jetmoe", False)):  # JetMoE reads how many tokens an expert has
         config = AutoConfig.for_model(model_type, **SIZES | {"kv_channels": 8, "num_local_experts": 4})
         config.save_pretrained(tmp_path / model_type)
-        model = read_architecture(tmp_path / model_type, "transformers").build_model(64, FLOAT32, "flex")
+        model = build_model(read_architecture(tmp_path / model_type, "transformers"), 64, FLOAT32, "flex")
         assert (model.attention_warning is None) == is_checked
         assert model.windows is None or is_checked  # unknown windows are those of flex attention's default
         if model.attention_warning is not None:
@@ -189,7 +189,7 @@ def test_a_changed_config_is_named_as_a_cause_before_memory_is_needed(claim: str
     config = json.loads(file.read_text())
     assert changes.keys() <= config.keys()
     file.write_text(json.dumps(config | changes))
-    model = read_architecture(tmp_path).build_model(64, FLOAT32)
+    model = build_model(read_architecture(tmp_path), 64, FLOAT32)
     assert all(parameter.is_meta for parameter in model.parameters())
     with pytest.raises(CheckpointError) as caught:
         check_base(model, tmp_path)
@@ -200,7 +200,7 @@ def test_a_config_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     file = save_tiny_model("qwen3", tmp_path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 5}))
     with pytest.raises(ConfigError) as caught:
-        read_architecture(tmp_path).build_model(64, FLOAT32)
+        build_model(read_architecture(tmp_path), 64, FLOAT32)
     check_sentences(str(caught.value), "config.json", "num_hidden_layers", "download the model again")
 
 
@@ -225,7 +225,7 @@ def test_weights_that_do_not_match_are_named_before_they_are_read(claim: str, tm
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    model = read_architecture(folder).build_model(64, FLOAT32)
+    model = build_model(read_architecture(folder), 64, FLOAT32)
     materialize_(model, torch.device("cpu"))
     with pytest.raises(CheckpointError) as caught:
         load_base_(model, folder, open_file=refuse)

@@ -29,7 +29,7 @@ from fctune.models.export import export_adapter, export_merged
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.packing_proof import prove_packing
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.models.transformers import state_layers
 from fctune.models.transformers.build import TransformersCausalLM
 from fctune.parallel.activations import apply_activation_checkpointing_
@@ -51,7 +51,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, adapter: AdapterConfig | None = None, dtype: torch.dtype = torch.float64) -> TransformersCausalLM:
-    model = read_architecture(path, "transformers").build_model(128, PrecisionPolicy.uniform(dtype))
+    model = build_model(read_architecture(path, "transformers"), 128, PrecisionPolicy.uniform(dtype))
     assert isinstance(model, TransformersCausalLM)
     if adapter is not None:
         apply_lora_(model, adapter)

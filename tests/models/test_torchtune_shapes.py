@@ -14,7 +14,7 @@ from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import parse_architecture, read_architecture
+from fctune.models.sources import build_model, build_shapes, parse_architecture, read_architecture
 from fctune.models.token_rows import train_tokens_
 
 LLAMA3_ROPE = {
@@ -54,7 +54,7 @@ def describe(model: CausalLM) -> dict[str, Any]:
 def test_a_counted_model_has_the_tensors_of_one_that_runs(name: str, adapter: AdapterConfig | None) -> None:
     architecture = parse_architecture("a model", MODELS[name], "torchtune")
     precision = PrecisionPolicy.uniform(torch.bfloat16)
-    models = [architecture.build_model(128, precision), architecture.build_shapes(128, precision)]
+    models = [build_model(architecture, 128, precision), build_shapes(architecture, 128, precision)]
     for model in models:
         if adapter is not None:
             apply_lora_(model, adapter)
@@ -66,6 +66,6 @@ def test_a_counted_model_has_the_tensors_of_one_that_runs(name: str, adapter: Ad
 
 def test_rows_longer_than_the_positions_are_rejected_alike(make_model: Callable[..., Path]) -> None:
     architecture = read_architecture(make_model("llama"))
-    for build in (architecture.build_model, architecture.build_shapes):
+    for build in (build_model, build_shapes):
         with pytest.raises(ConfigError, match="seq_len"):
-            build(10**6, PrecisionPolicy.uniform(torch.float32))
+            build(architecture, 10**6, PrecisionPolicy.uniform(torch.float32))

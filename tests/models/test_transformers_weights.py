@@ -26,7 +26,7 @@ from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.export import export_adapter, export_merged, iter_merged
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.models.transformers.weights import find_text_model
 from fctune.parallel.layout import Hardware, choose_parallel_layout
 from fctune.parallel.sharding import shard_
@@ -46,7 +46,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    model = read_architecture(path, "transformers").build_model(64, PrecisionPolicy.uniform(dtype))
+    model = build_model(read_architecture(path, "transformers"), 64, PrecisionPolicy.uniform(dtype))
     materialize_(model, torch.device("cpu"))
     load_base_(model, path)
     return model
@@ -135,7 +135,7 @@ class Counter:
 
 
 def build_sharded(world: World, path: Path, counter: Counter, dtype: torch.dtype = torch.float32) -> CausalLM:
-    model = read_architecture(path, "transformers").build_model(64, PrecisionPolicy.uniform(dtype))
+    model = build_model(read_architecture(path, "transformers"), 64, PrecisionPolicy.uniform(dtype))
     hardware = Hardware("cpu", world.world_size, world.world_size)
     config = ParallelConfig(mode="fsdp")
     layout = choose_parallel_layout(config, hardware, False, lambda _: None)  # type: ignore[arg-type, return-value]
@@ -470,7 +470,7 @@ def test_adapters_load_in_peft_and_merge_to_the_export(family: str, bases: Path,
 
     base = bases / family
     config = AdapterConfig(rank=4, alpha=8.0, dropout=0.0, modules="all-linear")
-    model = read_architecture(base, "transformers").build_model(64, PrecisionPolicy.uniform(torch.float32))
+    model = build_model(read_architecture(base, "transformers"), 64, PrecisionPolicy.uniform(torch.float32))
     apply_lora_(model, config)
     materialize_(model, torch.device("cpu"))
     load_base_(model, base)

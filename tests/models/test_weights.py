@@ -19,7 +19,7 @@ from fctune.config.sections.parallel import ParallelConfig
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.layout import Hardware, choose_parallel_layout
 from fctune.parallel.sharding import shard_
 from tests.models.model_samples import load_model
@@ -60,7 +60,7 @@ def load_and_count(world: World, path: Path, parallel: dict[str, Any]) -> dict[s
         def get_slice(self, name: str) -> CountingSlice:
             return CountingSlice(name, self.tensors.get_slice(name))
 
-    model = read_architecture(path).build_model(128, PrecisionPolicy.uniform(torch.float32))
+    model = build_model(read_architecture(path), 128, PrecisionPolicy.uniform(torch.float32))
     hardware = Hardware("cpu", world.world_size, world.world_size)
     config = ParallelConfig(**parallel)
     layout = choose_parallel_layout(config, hardware, False, lambda _: None)  # type: ignore[arg-type, return-value]

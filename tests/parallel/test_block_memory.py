@@ -14,7 +14,7 @@ from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM
 from fctune.models.planned_model import shape_model
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import find_public_config, parse_architecture
+from fctune.models.sources import build_model, build_shapes, find_public_config, parse_architecture
 from fctune.models.transformers.build import TransformersCausalLM
 from fctune.parallel.block_memory import trace_blocks
 from fctune.parallel.memory import MemoryModel
@@ -146,7 +146,7 @@ def test_two_blocks_of_a_kind_tell_what_all_of_them_keep(
         *(["adapter.modules=all-linear"] if "lora" in config_name else []),
     ]
     config = load_config(ROOT / "configs" / f"{config_name}.yaml", overrides)
-    assert len(set(architecture.build_shapes(256, PRECISION).block_kinds())) == num_kinds
+    assert len(set(build_shapes(architecture, 256, PRECISION).block_kinds())) == num_kinds
     traced = trace_blocks(architecture, config, 4)
     monkeypatch.setattr(TransformersCausalLM, "block_kinds", each_its_own_kind)
     assert traced == trace_blocks(architecture, config, 4)
@@ -155,7 +155,7 @@ def test_two_blocks_of_a_kind_tell_what_all_of_them_keep(
 @pytest.mark.parametrize("family", MODELS)
 def test_a_counted_model_has_the_tensors_and_shared_inputs_of_one_that_runs(family: str) -> None:
     architecture = make_architecture(family, **MODELS[family][0])
-    models = [architecture.build_model(256, PRECISION), architecture.build_shapes(256, PRECISION)]
+    models = [build_model(architecture, 256, PRECISION), build_shapes(architecture, 256, PRECISION)]
     built, counted = (
         (
             {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()},

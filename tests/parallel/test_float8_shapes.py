@@ -16,7 +16,7 @@ from fctune.data.prepared_set import prepare
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.models.transformers import state_layers
 from fctune.parallel.activations import use_float8_matmuls_
 from fctune.training.prefetch import make_inputs
@@ -63,7 +63,7 @@ def test_every_float8_product_of_an_epoch_end_fits_cuda(
 def test_every_float8_product_of_a_hybrid_fits_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_layers, "keeps_kernels", lambda x: False)  # as on CUDA
     path = save_hybrid("lfm2", tmp_path, hidden_size=64, intermediate_size=96, block_auto_adjust_ff_dim=False)
-    model = read_architecture(path).build_model(64, PrecisionPolicy(torch.bfloat16, torch.bfloat16, True))
+    model = build_model(read_architecture(path), 64, PrecisionPolicy(torch.bfloat16, torch.bfloat16, True))
     use_float8_matmuls_(model)
     materialize_(model, torch.device("cpu"))
     load_base_(model, path)

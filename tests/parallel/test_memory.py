@@ -24,7 +24,7 @@ from fctune.models.causal_lm import materialize_
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.models.planned_model import shape_model
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_
 from fctune.parallel.block_memory import count_block_activations
 from fctune.parallel.footprint import SAFE_SHARE
@@ -123,7 +123,7 @@ def test_planned_state_of_spread_experts_is_what_four_ranks_hold(
 
 def keep_of_block(config: RunConfig, model_dir: Path, dtype: torch.dtype, num_tokens: int) -> int:
     """Return the bytes that autograd keeps for one real block's forward, without weights."""
-    model = read_architecture(model_dir).build_model(2048, PrecisionPolicy.uniform(dtype))
+    model = build_model(read_architecture(model_dir), 2048, PrecisionPolicy.uniform(dtype))
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
     materialize_(model, torch.device("cpu"))

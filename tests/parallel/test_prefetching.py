@@ -14,7 +14,7 @@ from fctune.config.sections.parallel import ParallelConfig
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.layout import Hardware, ParallelLayout
 from fctune.parallel.sharding import shard_
 from tests.ranks import run_ranks
@@ -24,7 +24,7 @@ NUM_BLOCKS = 3
 
 def record_order(world: World, path: Path) -> list[str]:
     """Return the gathers and the computations of a forward and a backward pass in the order of their start."""
-    model: Any = read_architecture(path).build_model(64, PrecisionPolicy.uniform(torch.float32))
+    model: Any = build_model(read_architecture(path), 64, PrecisionPolicy.uniform(torch.float32))
     hardware = Hardware("cpu", world.world_size, world.world_size)
     shard_(model, ParallelLayout("fsdp", 1, world.world_size, ""), ParallelConfig(mode="fsdp"), hardware)
     materialize_(model, torch.device("cpu"))

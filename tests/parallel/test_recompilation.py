@@ -20,7 +20,7 @@ from fctune.data.prepared_set import open_prepared, prepare
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import adapters_off, apply_lora_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import parse_architecture
+from fctune.models.sources import build_model, parse_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
 from fctune.runs.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
@@ -176,7 +176,7 @@ def repeat_by_layer(values: dict[str, Any], depth: int) -> dict[str, Any]:
 def build_deep(model_type: str, source: ModelSource, adapter: AdapterConfig | None, fraction: float) -> CausalLM:
     """Build a deep model with compiled blocks and random weights, of which a fraction recomputes its activations."""
     architecture = parse_architecture("config.json", make_deep_config(model_type), source)
-    model = architecture.build_model(64, PrecisionPolicy.uniform(torch.float32))
+    model = build_model(architecture, 64, PrecisionPolicy.uniform(torch.float32))
     if adapter is not None:
         apply_lora_(model, adapter)
     if model_type == "qwen3_moe":

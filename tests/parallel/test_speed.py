@@ -22,7 +22,7 @@ from fctune.models.lora import apply_lora_
 from fctune.models.planned_model import find_architecture
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.run_config import load_run_config
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.models.torchtune import layers
 from fctune.parallel.memory import Setting
 from fctune.parallel.speed import (
@@ -202,7 +202,7 @@ class Counter(TorchDispatchMode):
 def measure_block(model_dir: Path, raw: dict[str, Any]) -> BytesMoved:
     """Measure one real block per token, without norms, for which CUDA's kernel is missing here."""
     config = parse_small_config(raw | {"model": {"path": str(model_dir)}, "precision": "bf16"})
-    model = read_architecture(model_dir).build_model(2048, PrecisionPolicy.uniform(torch.bfloat16))
+    model = build_model(read_architecture(model_dir), 2048, PrecisionPolicy.uniform(torch.bfloat16))
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
     materialize_(model, torch.device("cpu"))

@@ -126,14 +126,14 @@ def test_hardware_flops_match_torchs_counter(
     from fctune.models.causal_lm import materialize_
     from fctune.models.lora import apply_lora_, init_adapters_
     from fctune.models.precision import PrecisionPolicy
-    from fctune.models.sources import read_architecture
+    from fctune.models.sources import build_model, read_architecture
     from fctune.parallel.activations import apply_activation_checkpointing_
     from fctune.training.meter import count_flops
     from tests.training.training_runs import make_config
 
     path = make_model(num_hidden_layers=4)
     config = make_config(path, tmp_path, activation_checkpointing={"fraction": fraction}, precision="fp32")
-    model = read_architecture(path).build_model(64, PrecisionPolicy.uniform(torch.float32))
+    model = build_model(read_architecture(path), 64, PrecisionPolicy.uniform(torch.float32))
     if kind == "lora":
         assert config.adapter is not None
         apply_lora_(model, replace(config.adapter, dropout=0.0, modules=["q_proj", "down_proj"]))

@@ -18,7 +18,7 @@ from fctune.config.schema import RunConfig
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import PreparedSet, open_prepared, prepare
 from fctune.models.base_weights import load_base_
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.runs.sinks import SinkGroup
 from fctune.training.callbacks.base import Callback
 from fctune.training.loop import build_loader, train
@@ -197,7 +197,7 @@ def plain_model(config: RunConfig, path: Path, precision: str) -> Any:
     from fctune.models.precision import choose_precision
 
     dtypes = choose_precision(precision, False, "cpu")  # type: ignore[arg-type]
-    model = read_architecture(path).build_model(config.data.seq_len, dtypes)
+    model = build_model(read_architecture(path), config.data.seq_len, dtypes)
     materialize_(model, torch.device("cpu"))
     load_base_(model, path)
     return model.train()

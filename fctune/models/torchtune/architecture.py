@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Any
 from fctune.base.errors import ConfigError
 from fctune.models.architecture import ALL_LINEAR, Architecture, Block, Branch, LinearShape
 from fctune.models.torchtune import names
-from fctune.models.torchtune.lazy_datasets import lazy_datasets
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fctune.models.attention import AttentionKernel
-    from fctune.models.causal_lm import CausalLM
-    from fctune.models.precision import PrecisionPolicy
     from fctune.models.tensor_files import TensorHeader
     from fctune.models.weight_plan import WeightPlan
 
@@ -115,21 +111,6 @@ class TorchtuneArchitecture(Architecture):
         tied = {self.head_weight: self.embedding_weight} if self.is_tied else {}
         # Older checkpoints store the frequencies of RoPE, which are computed.
         return plan_directly(model_dir, headers, tied, ("rotary_emb.inv_freq",))
-
-    def build_model(
-        self, max_seq_len: int, precision: PrecisionPolicy, attention_kernel: AttentionKernel = "per_document"
-    ) -> CausalLM:
-        """Build the model on the meta device; see ``Architecture.build_model``."""
-        with lazy_datasets():
-            from fctune.models.torchtune.build import build_model  # imports torchtune, which takes seconds
-
-        return build_model(self, max_seq_len, precision, attention_kernel)
-
-    def build_shapes(self, max_seq_len: int, precision: PrecisionPolicy) -> CausalLM:
-        """Build a model to count, without torchtune; see ``Architecture.build_shapes``."""
-        from fctune.models.torchtune.shapes import build_shapes  # imports torch
-
-        return build_shapes(self, max_seq_len, precision)
 
 
 def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitecture:

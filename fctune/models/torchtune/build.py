@@ -23,7 +23,7 @@ def build_model(
     precision: PrecisionPolicy,
     attention_kernel: AttentionKernel,
 ) -> TorchtuneCausalLM:
-    """Build the model on the meta device; see ``Architecture.build_model``.
+    """Build the model on the meta device; see ``sources.build_model``.
 
     Raises:
         ConfigError: ``max_seq_len`` exceeds the model's positions, or torchtune cannot build this combination.

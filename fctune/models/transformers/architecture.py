@@ -5,9 +5,6 @@ Importing this module imports neither torch nor transformers; what only they kno
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,22 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError
-from fctune.config.parsing import suggest
 from fctune.models.architecture import ALL_LINEAR, EXPERT_ADAPTERS, ROUTER_ADAPTER, Architecture, Block, ExpertShape
 from fctune.models.transformers import peft_experts
+from fctune.models.transformers.model_config import DecoderConfig, read_full_config, read_text_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fctune.models.attention import AttentionKernel
-    from fctune.models.causal_lm import CausalLM
-    from fctune.models.precision import PrecisionPolicy
     from fctune.models.tensor_files import TensorHeader
     from fctune.models.transformers.modules import Layout
     from fctune.models.weight_plan import WeightPlan
-
-# Quantisation of checkpoints that loading undoes, by quant_method of config.json.
-DEQUANTIZED = ("mxfp4", "fp8")
 
 # Positions of a model whose config.json gives no limit, such as one without positional embeddings.
 _UNLIMITED = 2**31
@@ -56,18 +47,8 @@ _PEFT_LEAVES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersArchitecture(Architecture):
-    """Sizes of a decoder that transformers builds.
-
-    Attributes:
-        model_type: Key of transformers' architecture.
-        config_json: Content of config.json.
-        where: Path or name of the config.json, for messages.
-    """
-
-    model_type: str
-    config_json: str
-    where: str
+class TransformersArchitecture(DecoderConfig):
+    """Sizes of a decoder that transformers builds, with its names and weight layout."""
 
     @property
     def layout(self) -> Layout:
@@ -164,101 +145,6 @@ class TransformersArchitecture(Architecture):
 
         return plan_weights(self, model_dir, headers)
 
-    def build_model(
-        self, max_seq_len: int, precision: PrecisionPolicy, attention_kernel: AttentionKernel = "per_document"
-    ) -> CausalLM:
-        """Build the model on the meta device; see ``Architecture.build_model``."""
-        from fctune.models.transformers.build import build_model  # imports torch and transformers
-
-        return build_model(self, max_seq_len, precision, attention_kernel)
-
-    def build_shapes(self, max_seq_len: int, precision: PrecisionPolicy) -> CausalLM:
-        """Build a model to count, after a look at one block of each kind; see ``Architecture.build_shapes``."""
-        from fctune.models.transformers.build import build_shapes  # imports torch and transformers
-
-        return build_shapes(self, max_seq_len, precision)
-
-
-def check_config(where: str, raw: dict[str, Any]) -> None:
-    """Check, without importing torch, that transformers has the architecture of a config.json.
-
-    Args:
-        where: Path or name of the file, for messages.
-        raw: Content of the file.
-
-    Raises:
-        ConfigError: An encoder-decoder, a model that transformers does not have, such as one of remote code, or one
-            whose quantisation cannot be undone.
-    """
-    known = read_model_types()
-    text = find_text_config(raw)
-    family = text.get("model_type") or raw.get("model_type")
-    if raw.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
-        raise ConfigError(
-            f"{where}: model_type={family!r} is an encoder-decoder, but only decoders are trained here; choose a "
-            "causal language model."
-        )
-    if not isinstance(family, str) or (known and family not in known and raw.get("model_type") not in known):
-        version = _find_version()
-        if raw.get("auto_map"):
-            raise ConfigError(
-                f"{where}: model_type={family!r} needs the code in its own repository (auto_map), which is never run; "
-                f"choose a model that transformers has, or a version of transformers that has this one (here: "
-                f"{version})."
-            )
-        hint = (suggest(family, known) if isinstance(family, str) else "") or "."
-        raise ConfigError(
-            f"{where}: model_type={family!r} is not a causal language model of transformers {version}{hint} Install a "
-            "version that has it, or choose another model."
-        )
-    _check_quantization(where, raw)
-
-
-def _check_quantization(where: str, raw: dict[str, Any]) -> None:
-    config = raw.get("quantization_config") or find_text_config(raw).get("quantization_config")
-    method = config.get("quant_method") if isinstance(config, dict) else None
-    if config and method not in DEQUANTIZED:
-        raise ConfigError(
-            f"{where}: its weights are quantised (quant_method={method!r}), and only {' and '.join(DEQUANTIZED)} are "
-            "dequantised while loading. Use the unquantised model; adapter.base=nf4 quantises it for training."
-        )
-
-
-def find_text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that describes the text model: all of it, or that of a vision-language model."""
-    text = raw.get("text_config")
-    return text if isinstance(text, dict) else raw
-
-
-@functools.cache
-def read_model_types() -> frozenset[str]:
-    """Read the model types of transformers' causal language models from its source, which takes no import of torch.
-
-    Empty if its source has another form; models are then checked only when they are built.
-    """
-    package = importlib.util.find_spec("transformers")
-    assert package is not None
-    assert package.submodule_search_locations is not None
-    file = Path(package.submodule_search_locations[0]) / "models" / "auto" / "modeling_auto.py"
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == _MAPPING:
-                assert isinstance(node.value, ast.Call)
-                return frozenset(name for name, _ in ast.literal_eval(node.value.args[0]))
-    except (OSError, SyntaxError, ValueError, AssertionError, IndexError):
-        pass
-    return frozenset()
-
-
-_MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-
-
-def _find_version() -> str:
-    from importlib.metadata import version
-
-    return version("transformers")
-
 
 def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitecture:
     """Read the architecture from the content of a ``config.json`` that ``check_config`` has passed.
@@ -272,8 +158,6 @@ def parse_architecture(where: str, raw: dict[str, Any]) -> TransformersArchitect
     Raises:
         ConfigError: transformers cannot read the file.
     """
-    from fctune.models.transformers.modules import read_full_config, read_text_config
-
     config_json = json.dumps(raw, sort_keys=True)
     config = read_text_config(where, config_json)
     sizes: dict[str, int] = {}

@@ -10,7 +10,7 @@ from fctune.models.architecture import Architecture
 from fctune.models.router_balance import RouterBalance
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.experts import find_router_class
-from fctune.models.transformers.modules import read_text_config
+from fctune.models.transformers.model_config import read_text_config
 
 
 def make_router_balance(decoder: Any, architecture: Architecture, coefficient: float | None) -> RouterBalance | None:

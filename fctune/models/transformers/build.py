@@ -266,7 +266,7 @@ def build_model(
     precision: PrecisionPolicy,
     attention_kernel: AttentionKernel,
 ) -> TransformersCausalLM:
-    """Build the model on the meta device; see ``Architecture.build_model``.
+    """Build the model on the meta device; see ``sources.build_model``.
 
     Raises:
         ConfigError: ``max_seq_len`` exceeds the model's positions, or transformers cannot build the model.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import re
 import warnings
 from collections import Counter
@@ -20,9 +18,9 @@ from fctune.base.errors import ConfigError
 from fctune.models.architecture import Block, Branch, ExpertShape, LinearShape
 from fctune.models.causal_lm import ExpertWeight
 from fctune.models.frozen_linear import is_linear
-from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.attention import ATTENTION
 from fctune.models.transformers.experts import EXPERTS_IMPLEMENTATION, iter_expert_weights, iter_routers
+from fctune.models.transformers.model_config import DecoderConfig, read_text_config
 
 # Names under which modules and configs hold the number of experts that compute each token.
 _NUM_CHOSEN = ("num_experts_per_tok", "top_k", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
@@ -52,33 +50,6 @@ class Layout:
     stack: str
     embedding: str
     head: str
-
-
-def read_text_config(where: str, config_json: str) -> Any:
-    """Return transformers' config of a text model, from the content of a config.json. Callers must not change it.
-
-    Raises:
-        ConfigError: transformers cannot read it; ``where`` names the file.
-    """
-    return read_full_config(where, config_json).get_text_config()
-
-
-@functools.lru_cache(maxsize=8)
-def read_full_config(where: str, config_json: str) -> Any:
-    """Return transformers' config of a model, with those of its vision tower and the like; see ``read_text_config``."""
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
-    raw: dict[str, Any] = json.loads(config_json)
-    raw.pop("quantization_config", None)
-    try:
-        # Infinity is stored as an object, since JSON has none.
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(PreTrainedConfig._decode_special_floats(raw))
-    except Exception as error:  # the library's validation raises all kinds
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"{where}: transformers cannot read it ({type(error).__name__}: {reason}). Compare it with the published "
-            "one, or download the model again."
-        ) from None
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -123,7 +94,7 @@ def _without_weights(where: str, what: str) -> Iterator[None]:
         ) from None
 
 
-def build_decoder(architecture: TransformersArchitecture, dtype: torch.dtype) -> Any:
+def build_decoder(architecture: DecoderConfig, dtype: torch.dtype) -> Any:
     """Build a decoder with its parameters on the meta device and its buffers, such as those of RoPE, on the CPU.
 
     Raises:
@@ -176,10 +147,10 @@ def build_empty(model_class: Any, config: Any, where: str) -> Any:
         return model_class._from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
 
 
-_layouts: dict[TransformersArchitecture, Layout] = {}  # of the models of this process
+_layouts: dict[DecoderConfig, Layout] = {}  # of the models of this process
 
 
-def find_layout(architecture: TransformersArchitecture, decoder: Any = None) -> Layout:
+def find_layout(architecture: DecoderConfig, decoder: Any = None) -> Layout:
     """Return the names and shapes of a model's modules, read from a decoder as it was built if there is one already.
 
     Raises:
@@ -191,7 +162,7 @@ def find_layout(architecture: TransformersArchitecture, decoder: Any = None) -> 
     return _layouts[architecture]
 
 
-def _read_layout(decoder: Any, architecture: TransformersArchitecture) -> Layout:
+def _read_layout(decoder: Any, architecture: DecoderConfig) -> Layout:
     names = {id(module): name for name, module in decoder.named_modules()}
     stack = next(
         (

@@ -30,10 +30,10 @@ from transformers.quantizers import AutoHfQuantizer
 
 from fctune.base.errors import CheckpointError, ConfigError
 from fctune.models.tensor_files import TensorHeader
-from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.lazy_dequantization import defer_dequantization_
 from fctune.models.transformers.lazy_tensors import LazyTensor
-from fctune.models.transformers.modules import build_decoder, build_empty, read_full_config
+from fctune.models.transformers.model_config import DecoderConfig, read_full_config
+from fctune.models.transformers.modules import build_decoder, build_empty
 from fctune.models.weight_plan import WeightPlan
 from fctune.models.weight_sources import Dequantized, Leaf, Source, Stored
 
@@ -65,9 +65,7 @@ class _Conversion:
     incomplete: dict[str, list[str]] = field(default_factory=dict)
 
 
-def plan_weights(
-    architecture: TransformersArchitecture, model_dir: Path, headers: Mapping[str, TensorHeader]
-) -> WeightPlan:
+def plan_weights(architecture: DecoderConfig, model_dir: Path, headers: Mapping[str, TensorHeader]) -> WeightPlan:
     """Plan how a model's parameters and stored buffers consist of the tensors of a checkpoint.
 
     Args:
@@ -99,7 +97,7 @@ def plan_weights(
     return WeightPlan(model_dir, sources, leaves, converted.unknown, incomplete)
 
 
-def to_loaded_name(architecture: TransformersArchitecture, path: str) -> str:
+def to_loaded_name(architecture: DecoderConfig, path: str) -> str:
     """Return the path that a module of the text model has in the model that AutoModelForCausalLM loads.
 
     PEFT and servers find the modules of an adapter by it.
@@ -111,7 +109,7 @@ def to_loaded_name(architecture: TransformersArchitecture, path: str) -> str:
 
 
 @lru_cache(maxsize=4)
-def _find_loaded_prefixes(architecture: TransformersArchitecture) -> tuple[tuple[str, str], ...]:
+def _find_loaded_prefixes(architecture: DecoderConfig) -> tuple[tuple[str, str], ...]:
     decoder = build_decoder(architecture, torch.bfloat16)
     config = read_full_config(architecture.where, architecture.config_json)
     loaded = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or _find_class(architecture)
@@ -121,7 +119,7 @@ def _find_loaded_prefixes(architecture: TransformersArchitecture) -> tuple[tuple
 
 
 @lru_cache(maxsize=4)
-def find_text_model(architecture: TransformersArchitecture) -> TextModel:
+def find_text_model(architecture: DecoderConfig) -> TextModel:
     """Build the model that a checkpoint was saved from, and find the text model within it.
 
     Raises:
@@ -145,7 +143,7 @@ def find_text_model(architecture: TransformersArchitecture) -> TextModel:
     return TextModel(original, names, tied)
 
 
-def _find_class(architecture: TransformersArchitecture) -> Any:
+def _find_class(architecture: DecoderConfig) -> Any:
     """Return the class that a checkpoint was saved from; None if config.json does not name one that is known."""
     names = json.loads(architecture.config_json).get("architectures") or [None]
     found = getattr(transformers, str(names[0]), None)
@@ -169,7 +167,7 @@ def _replace_prefix(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def _make_quantizer(architecture: TransformersArchitecture, headers: Mapping[str, TensorHeader]) -> Any:
+def _make_quantizer(architecture: DecoderConfig, headers: Mapping[str, TensorHeader]) -> Any:
     """Return transformers' quantiser that undoes a checkpoint's quantisation; None if nothing stored is quantised.
 
     An export of a quantised base is not quantised, though the run's config.json is that of the base.

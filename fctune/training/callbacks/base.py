@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fctune.base.errors import ConfigError
 from fctune.config.components import resolve_component
 from fctune.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from fctune.training.recipe import FineTuning
+    from fctune.base.distributed import World
+    from fctune.checkpoint.state import TrainState
+    from fctune.models.causal_lm import CausalLM
+
+
+class StartedRun(Protocol):
+    """A run that is set up, as its callbacks see it.
+
+    Attributes:
+        config: Config of the run, with what was chosen for it.
+        world: Ranks of the run, and this one.
+        model: Model, sharded and with its weights.
+        state: Training state; None only before the run is set up.
+    """
+
+    config: RunConfig
+    world: World
+    model: CausalLM
+    state: TrainState | None
 
 
 class Callback:
@@ -28,8 +46,8 @@ class Callback:
     ``on_start`` is called once, before the first step, and ``close`` once, in reverse order, when training has ended.
     """
 
-    def on_start(self, run: FineTuning) -> None:
-        """Called when the run is set up; it has the model, its training state, the config and this rank's world."""
+    def on_start(self, run: StartedRun) -> None:
+        """Called when the run is set up, before the first step."""
 
     def on_step_start(self, step: int) -> None:
         """Called before the forward pass of ``step`` (from 1)."""

@@ -21,7 +21,7 @@ from fctune.config.schema import RunConfig
 from fctune.models.attention import choose_attention_kernel, make_bounds
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_
 from tests.conftest import ROOT
 
@@ -146,7 +146,7 @@ def estimate_rate(run: RunConfig, model_dir: Path) -> float:
     assert run.adapter is not None
     kernel, _ = choose_attention_kernel("cuda", torch.bfloat16, 128, (9, 0))
     architecture = read_architecture(model_dir)
-    model = architecture.build_model(run.data.seq_len, PrecisionPolicy.uniform(torch.bfloat16), kernel)
+    model = build_model(architecture, run.data.seq_len, PrecisionPolicy.uniform(torch.bfloat16), kernel)
     apply_lora_(model, run.adapter)
     apply_activation_checkpointing_(model, run.activation_checkpointing, "cuda")
     rows, length = run.micro_batch_size, run.data.seq_len

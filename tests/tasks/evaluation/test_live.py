@@ -26,7 +26,7 @@ from fctune.engines.local import LocalEngine
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.sources import read_architecture
+from fctune.models.sources import build_model, read_architecture
 from fctune.tasks.evaluation.held_out import find_held_out_cases
 from fctune.tasks.evaluation.live import LiveEvaluation, build_answering, check_answering_memory
 from tests.conftest import TINY_BASE
@@ -183,7 +183,7 @@ def test_evaluation_without_cases_is_refused() -> None:
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "deepseek_v3"])
 def test_models_of_transformers_answer_with_their_own_weights(family: str, tmp_path: Path) -> None:
     base = save_tiny_model(family, tmp_path / "base")
-    model = read_architecture(base, "transformers").build_model(64, PrecisionPolicy.uniform(torch.float32))
+    model = build_model(read_architecture(base, "transformers"), 64, PrecisionPolicy.uniform(torch.float32))
     materialize_(model, torch.device("cpu"))
     load_base_(model, base)
     tokens = torch.arange(3, 20)[None]
@@ -194,7 +194,7 @@ def test_models_of_transformers_answer_with_their_own_weights(family: str, tmp_p
 
 
 def test_evaluation_of_a_model_that_fits_on_no_device_is_refused_at_the_start() -> None:
-    model = read_architecture(TINY_BASE).build_model(64, PrecisionPolicy.uniform(torch.bfloat16))
+    model = build_model(read_architecture(TINY_BASE), 64, PrecisionPolicy.uniform(torch.bfloat16))
     num_bytes = 2 * sum(p.numel() for p in model.parameters())
     check_answering_memory(model, 10, num_bytes + 10, "eval.every", "Set eval.every=0")
     with pytest.raises(ConfigError, match=r"eval\.every: answering needs the complete model on each device"):
