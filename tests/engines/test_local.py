@@ -117,7 +117,7 @@ def test_a_model_is_found_by_the_names_that_users_give(tmp_path: Path, tiny_base
     (run / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no export/merged.*was killed"):
         find_model(str(run))
-    (run / "exit.json").write_text('{"reason": "loss is NaN"}')
+    (run / "exit.json").write_text('{"code": 1, "reason": "loss is NaN"}')
     with pytest.raises(ConfigError, match="ended with: loss is NaN"):
         find_model(str(run))
     for step in (9, 10):
