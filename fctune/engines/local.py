@@ -81,7 +81,7 @@ class LocalEngine:
         self.stop_ids = find_stop_ids(policy.generation_config.eos_token_id, self.template)
 
     def close(self) -> None:
-        """Free the model."""
+        """Release the model, so that its memory can be freed."""
         self.model = None
 
     def describe(self) -> dict[str, Any]:

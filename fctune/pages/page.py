@@ -69,7 +69,7 @@ class Chart:
 
     @property
     def height(self) -> int:
-        """Pixels."""
+        """Height of the drawing in pixels; bars take a line for each label and series."""
         return 60 + len(self.labels) * (14 + 16 * len(self.series)) if self.kind == "bars" else 240
 
     def spec(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Bulleted list."""
+    """A bulleted list, of sentences or of examples with their place."""
 
     items: Sequence[str | Example]
 

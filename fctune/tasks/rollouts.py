@@ -156,7 +156,7 @@ class TaskSet(ABC):
 
     @abstractmethod
     def open(self, task_id: str) -> Task:
-        """Return a task."""
+        """Return the task of an id."""
 
     @abstractmethod
     def score(self, episode: Episode) -> Mapping[str, float]:
@@ -283,7 +283,7 @@ class CaseTasks(TaskSet):
         return self._digest
 
     def open(self, task_id: str) -> Task:
-        """Return a case."""
+        """Return the case of an id."""
         return self._cases[task_id]
 
     def begin(self, request: Request) -> Episode:

@@ -78,7 +78,7 @@ class EnvironmentTasks(TaskSet):
         return self._digest
 
     def open(self, task_id: str) -> Task:
-        """Return a task."""
+        """Return the task of an id."""
         return self._tasks[task_id]
 
     def score(self, episode: Episode) -> Mapping[str, float]:

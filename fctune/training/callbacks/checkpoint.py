@@ -29,7 +29,7 @@ _PAUSE_S = 10.0  # between attempts to write the end of a run
 
 
 class SaveError(Exception):
-    """What the run has trained cannot be written; a re-run resumes from ``checkpoint``, the newest that is safe."""
+    """A save failed for good. The same command resumes from ``checkpoint``, the newest that is safe."""
 
     def __init__(self, reason: str, checkpoint: Path | None = None):
         super().__init__(reason)
