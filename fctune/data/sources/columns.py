@@ -27,10 +27,11 @@ _WORDS = (
     "score|rating|quality|reward|confidence|assessment"
 )
 _EXACT = (
-    "meta|metadata|annotations|usage|stats|statistics|extra_info|extra|tool_choice|finish_reason|stop_reason|status|"
+    "meta|metadata|annotations|citations|usage|stats|statistics|extra_info|extra|tool_choice|finish_reason|stop_reason|status|"
     "logprobs|signature|used_in|cache_control|audio|ability"
 )
 _HARMLESS = re.compile(rf"_?(?:(?:\w+[_-])?(?:{_WORDS})s?|{_EXACT}|\w+_(?:at|on))", re.IGNORECASE)
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 # Values that say nothing: dates, addresses, hashes, and constants as CSV writes them.
 _NO_TEXT = re.compile(
     r"[\W\d_]*|\d{4}-\d\d-\d\d(?:[T ][\d:.+Z-]*)?|https?://\S+|[0-9a-f-]{12,}|true|false|null|none|nan|-?[\d.]+e[+-]?\d+",
@@ -98,7 +99,7 @@ def describe_missing(missing: Iterable[str], row_columns: Iterable[str]) -> str:
 
 def is_harmless(name: str) -> bool:
     """Return True if a column or key of this name may be left unread, whatever it holds."""
-    return _HARMLESS.fullmatch(name) is not None
+    return _HARMLESS.fullmatch(_CAMEL.sub("_", name)) is not None
 
 
 def require_read(columns: Mapping[str, Any], keys: Mapping[str, Any], conversation: Conversation) -> None:

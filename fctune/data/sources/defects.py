@@ -22,6 +22,7 @@ DEFECT_KINDS: dict[str, str] = {
     "duplicate_call_id": "two open calls share an id",
     "duplicate_key": "a JSON object has a key twice",
     "duplicate_tool": "two different definitions of one tool",
+    "history_missing": "earlier turns that a server holds, so that the row has no text of them",
     "invalid_utf8": "bytes that are not UTF-8, or a lone surrogate",
     "message_shape": "a message or turn is malformed",
     "no_answer_text": "no call is expected, and the row has no text of the answer to train on",
@@ -52,6 +53,7 @@ DEFECT_KINDS: dict[str, str] = {
     "tools_incomplete": "a page of an MCP server's tools without the page that follows",
     "type_unknown": "a parameter type that JSON Schema cannot express",
     "unclosed_think": "reasoning that begins with a tag, such as <think>, and does not end",
+    "unknown_block": "a block, part or item of a type that is not read",
     "unknown_role": "an unknown role or speaker",
     "unknown_row_format": "keys of no known row format",
     "unread_text": "text in a column or under a key that nothing reads",
@@ -81,7 +83,10 @@ class Defect:
 
 
 class RowError(Exception):
-    """The first defect of a row; raised by readers and turned into a ``Defect`` where file and line are known."""
+    """The first defect of a row; raised by readers and turned into a ``Defect`` where file and line are known.
+
+    The kind ``answer_failed`` is of rows that are left out (``LEFT_OUT_KINDS``), and no defect.
+    """
 
     def __init__(self, pointer: str, kind: str, reason: str) -> None:
         super().__init__(reason)

@@ -6,11 +6,12 @@ neither lines nor bytes, merges repeated keys, and cannot continue after a malfo
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from fctune.base.errors import DataError
@@ -169,7 +170,7 @@ class _Scanner:
 
 
 def open_rows(path: str, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[RawRow]:
-    """Yield the rows of a JSON or JSON lines file, possibly gzipped, as detected from its first bytes.
+    """Yield the rows of a JSON or JSON lines file, possibly compressed (gzip, Zstandard), as its first bytes show.
 
     Args:
         path: File to read.
@@ -179,13 +180,14 @@ def open_rows(path: str, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[RawRow]:
         DataError: The file is binary or truncated; raised after the rows before.
     """
     with open(path, "rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    if not is_gzip:
+        magic = file.read(4)
+    is_gzip = magic.startswith(b"\x1f\x8b")
+    if not is_gzip and magic != b"\x28\xb5\x2f\xfd":
         with open(path, "rb") as file:
             yield from _iter_rows(io.BufferedReader(file, _BUFFER_BYTES), path, chunk_bytes)
         return
-    with gzip.open(path, "rb") as unzipped:
-        stream = _GzipStream(unzipped)
+    with _open_gzip(path) if is_gzip else _open_zstd(path) as (read, kind):
+        stream = _UnzippedStream(read)
         pending: RawRow | None = None
         line = 0
         try:
@@ -199,18 +201,32 @@ def open_rows(path: str, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[RawRow]:
                 raise
         if stream.error is not None:  # the pending row is the truncated one
             raise DataError(
-                f"{path}:{line}: the gzip stream ends early, after the row on this line ({stream.error}). "
+                f"{path}:{line}: the {kind} stream ends early, after the row on this line ({stream.error}). "
                 "Download the file again."
             )
         if pending is not None:
             yield pending
 
 
-class _GzipStream(io.RawIOBase):
-    """The content of a gzip file up to its truncation; ``error`` is the reason of a truncation."""
+@contextlib.contextmanager
+def _open_gzip(path: str) -> Iterator[tuple[Callable[[int], bytes], str]]:
+    with gzip.open(path, "rb") as file:
+        yield file.read1, "gzip"
 
-    def __init__(self, file: gzip.GzipFile) -> None:
-        self._unzipped = file
+
+@contextlib.contextmanager
+def _open_zstd(path: str) -> Iterator[tuple[Callable[[int], bytes], str]]:
+    import pyarrow as pa
+
+    with pa.input_stream(path, compression="zstd") as file:
+        yield file.read, "Zstandard"
+
+
+class _UnzippedStream(io.RawIOBase):
+    """The content of a compressed file up to its truncation; ``error`` is the reason of a truncation."""
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        self._read = read
         self.error: Exception | None = None
 
     def readable(self) -> bool:
@@ -222,8 +238,8 @@ class _GzipStream(io.RawIOBase):
         if self.error is not None:
             return 0
         try:
-            data = self._unzipped.read1(len(buffer))
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            data = self._read(len(buffer))
+        except (EOFError, OSError, zlib.error) as error:
             self.error = error
             return 0
         buffer[: len(data)] = data

@@ -8,32 +8,36 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fctune.base.errors import DataError
 from fctune.config.parsing import suggest_hub_name
-from fctune.config.sections.data import DATA_SUFFIXES
+from fctune.config.sections.data import DATA_SUFFIXES, Fold
 from fctune.data.conversation import Conversation, Tool
 from fctune.data.sources.columns import Columns, check_columns, describe_missing, map_columns
-from fctune.data.sources.defects import Defect, RowError
+from fctune.data.sources.defects import Defect, RowError, describe_value
 from fctune.data.sources.files import MAX_ROW_BYTES, open_rows
 from fctune.data.sources.read_context import ReadContext
-from fctune.data.sources.row_builder import ParsedRow
+from fctune.data.sources.row_builder import LEFT_OUT_KINDS, CallPointer, ParsedRow, RowWarning
+from fctune.data.sources.row_formats.base import LeftOut
 from fctune.data.sources.row_formats.registry import (
     ROW_FORMATS,
     describe_row_formats,
     detect_row_format,
     list_columns,
     read_row,
+    suggest_columns,
 )
 from fctune.data.sources.row_reasoning import REASONING_KEYS
+from fctune.data.sources.selection import DEFAULT_SELECTION, Selection
 
 if TYPE_CHECKING:
     from fctune.data.sources.arrow import IsWanted
 
 _SYNTHETIC_SPLITS = ("pretrain", "train", "varied", "reasoned", "shuffled", "pairs")
 _NUM_SHOWN = 10
+_NUM_PEEKED = 20  # rows that show whether a source is a log
 # Every spelling of a row's reasoning has a key or a text that starts with one of these words, or a part of these in a
 # text. JSON may escape the brackets of tags, but not their letters.
 _REASONING_WORDS = "reasoning|think|thought|analysis"
@@ -45,7 +49,12 @@ _SURROGATE = re.compile(rb"\\(?:u|U0000)[dD][89a-fA-F]")  # the longer one is Py
 
 
 def read_source(
-    path: str, row_format: str = "auto", max_samples: int | None = None, columns: Columns | None = None
+    path: str,
+    row_format: str = "auto",
+    max_samples: int | None = None,
+    columns: Columns | None = None,
+    fold: Fold = "auto",
+    selection: Selection = DEFAULT_SELECTION,
 ) -> Iterator[Conversation | Defect]:
     """Yield the conversation or the defect of each row, in order.
 
@@ -56,25 +65,39 @@ def read_source(
         row_format: Format of the rows (a key of ``ROW_FORMATS``), or auto to detect that of each row.
         max_samples: Maximum number of rows.
         columns: The format's name for each column of another name, or ``ignore``.
+        fold: Leave out records that others continue: always, never, or in logs (auto).
+        selection: Which rows are read, and which of their turns are context.
 
     Raises:
         DataError: The path does not exist, the source has no rows, its first row has an unknown format, a file is
             binary or truncated, or ``columns`` names a column that no row has or no format reads.
     """
-    for row in islice(parse_source(path, row_format, columns), max_samples):
+    for row in islice(parse_source(path, row_format, columns, fold=fold, selection=selection), max_samples):
         yield row.conversation if isinstance(row, ParsedRow) else row
 
 
 def parse_source(
-    path: str, row_format: str = "auto", columns: Columns | None = None, keeps_questions: bool = False
+    path: str,
+    row_format: str = "auto",
+    columns: Columns | None = None,
+    keeps_questions: bool = False,
+    fold: Fold = "auto",
+    selection: Selection = DEFAULT_SELECTION,
+    left_out: Counter[str] | None = None,
 ) -> Iterator[ParsedRow | Defect]:
     """Yield rows as ``read_source`` does, with the locations of messages, warnings and notes on conversions.
 
-    With ``keeps_questions``, rows whose right answer is no call, and that have no text of it, are not defects.
+    With ``keeps_questions``, rows whose right answer is no call, and that have no text of it, are not defects. Rows
+    that are left out are not yielded; ``left_out`` counts them by kind, and is updated in place.
     """
-    reader = RowReader(row_format, columns, keeps_questions=keeps_questions)
-    for row in scan_source(path, row_format, columns):
-        yield reader.read(row)
+    reader = RowReader(row_format, columns, keeps_questions=keeps_questions, selection=selection)
+    left_out = Counter() if left_out is None else left_out
+    for row in scan_source(path, row_format, columns, fold, selection):
+        left_out.update(row.left_out or {})
+        if isinstance(parsed := reader.read(row), LeftOut):
+            left_out[parsed.kind] += 1
+        else:
+            yield parsed
 
 
 class UnreadRow(NamedTuple):
@@ -87,15 +110,36 @@ class UnreadRow(NamedTuple):
     file: str
     line: int
     value: Any
+    left_out: Counter[str] | None = None
+    """The number of records and parts of a log that are left out before this row, by kind in ``LEFT_OUT_KINDS``."""
+    is_changed: bool = False
+    """True for a record that another one continues with other tools."""
+    reasoning: dict[int, str] | None = None
+    """The reasoning of messages, by index, that only folded records have."""
 
 
-def scan_source(path: str, row_format: str = "auto", columns: Columns | None = None) -> Iterator[UnreadRow]:
+def scan_source(
+    path: str,
+    row_format: str = "auto",
+    columns: Columns | None = None,
+    fold: Fold = "auto",
+    selection: Selection = DEFAULT_SELECTION,
+) -> Iterator[UnreadRow]:
     """Yield the undecoded rows of a source, in order; a ``RowReader`` in any process can read them.
+
+    With ``fold``, records whose messages are the beginning of another's are left out: always, never, or in logs (auto).
+    Rows that are not selected replace no others; the reader leaves them out.
 
     Raises:
         DataError: For the same reasons as ``read_source``.
     """
-    return _scan(path, row_format, columns or {}, None)
+    is_folded = fold != "never" and not path.startswith("synthetic:")
+    rows = (
+        _fold(path, row_format, columns or {}, fold, selection)
+        if is_folded
+        else _scan(path, row_format, columns or {}, None)
+    )
+    return _attach_left_out(rows, path)
 
 
 def _scan(path: str, row_format: str, columns: Columns, is_wanted: IsWanted | None) -> Iterator[UnreadRow]:
@@ -105,7 +149,8 @@ def _scan(path: str, row_format: str, columns: Columns, is_wanted: IsWanted | No
     pair_columns = ("prompt", "chosen", "rejected") if row_format == "openai" else ()  # the format of pairs' messages
     check_columns(columns, [*list_columns(row_format), *pair_columns], path)
     is_synthetic = path.startswith("synthetic:")
-    rows = _scan_synthetic(path) if is_synthetic else _scan_files(path, row_format, columns, is_wanted)
+    scanned = _scan_synthetic(path) if is_synthetic else _scan_files(path, row_format, columns, is_wanted)
+    rows = _attach_left_out(scanned, path)
     is_empty = True
     missing = set(columns)
     first: UnreadRow | None = None
@@ -122,7 +167,10 @@ def _scan(path: str, row_format: str, columns: Columns, is_wanted: IsWanted | No
 
 
 def has_reasoning_rows(
-    sources: Sequence[tuple[str, str]], max_samples: int | None = None, columns: Columns | None = None
+    sources: Sequence[tuple[str, str]],
+    max_samples: int | None = None,
+    columns: Columns | None = None,
+    selection: Selection = DEFAULT_SELECTION,
 ) -> bool:
     """Return True if any row has reasoning; stops at the first.
 
@@ -130,10 +178,11 @@ def has_reasoning_rows(
         sources: Path and row format of each source.
         max_samples: Rows to read from each source; None reads all.
         columns: The format's name for each column of another name.
+        selection: Which rows count.
     """
     is_renamed = any(name in REASONING_KEYS for name in (columns or {}).values())
     for path, row_format in sources:
-        reader = RowReader(row_format, columns)
+        reader = RowReader(row_format, columns, selection=selection)
         scanned = _scan(path, row_format, columns or {}, None if is_renamed else _may_hold_reasoning)
         for row in islice(scanned, max_samples):
             # Nearly all rows without reasoning need no decoding.
@@ -154,6 +203,7 @@ class RowReader:
         columns: The format's name for each column of another name, or ``ignore``.
         tools: Tools of the rows that have none.
         keeps_questions: Keep rows whose right answer is no call, and that have no text of it; else they are defects.
+        selection: Which rows are read, and which of their turns are context.
     """
 
     def __init__(
@@ -162,22 +212,48 @@ class RowReader:
         columns: Columns | None = None,
         tools: tuple[Tool, ...] = (),
         keeps_questions: bool = False,
+        selection: Selection = DEFAULT_SELECTION,
     ):
         self.row_format = row_format
-        self._context = ReadContext(columns, tools, keeps_questions)
+        self._selection = selection
+        keeps_failed, trains_wrong_turns = selection.failed == "keep", selection.wrong_turns == "train"
+        self._context = ReadContext(columns, tools, keeps_questions, keeps_failed, trains_wrong_turns)
 
-    def read(self, row: UnreadRow) -> ParsedRow | Defect:
-        """Return the conversation of a row, or its defect."""
-        file, line, value = row
+    def read(self, row: UnreadRow) -> ParsedRow | Defect | LeftOut:
+        """Return the conversation of a row, its defect, or the reason why it is left out."""
+        file, line, value, _, is_changed, reasoning = row
         if isinstance(value, Defect):
             return value
         if isinstance(value, Conversation):
+            if kind := self._selection.find_reason({}, value):
+                return LeftOut(kind)
             pointers = [f"messages[{i}]" for i in range(len(value.messages))]
-            return ParsedRow(value, pointers, "tools", ".function", row_format="synthetic")
+            calls = [
+                f"{pointer}.tool_calls[{j}].function"
+                for message, pointer in zip(value.messages, pointers, strict=True)
+                for j in range(len(message.calls))
+            ]
+            located = [CallPointer(call, f"{call}.arguments") for call in calls]
+            return ParsedRow(value, pointers, "tools", ".function", row_format="synthetic", call_pointers=located)
         try:
-            return read_row(decode_row(value, self._context), self.row_format, self._context, f"{file}:{line}")
+            decoded = decode_row(value, self._context)
+            parsed = read_row(decoded, self.row_format, self._context, f"{file}:{line}")
         except RowError as error:
+            if error.kind == "answer_failed":
+                return LeftOut(error.kind)
             return Defect(file, line, error.pointer, error.kind, error.reason)
+        if kind := self._selection.find_reason(decoded, parsed.conversation):
+            return LeftOut(kind)
+        if reasoning:
+            messages = list(parsed.conversation.messages)
+            for i, text in reasoning.items():
+                messages[i] = replace(messages[i], reasoning=text)
+            parsed.conversation = replace(parsed.conversation, messages=tuple(messages))
+            parsed.notes["reasoning_from_records"] += len(reasoning)
+        if is_changed:
+            reason = "another record continues this one with other tools, so that both are kept"
+            parsed.warnings.append(RowWarning("", "tools_changed", reason))
+        return parsed
 
 
 def describe_defects(defects: list[Defect], num_rows: int, alternative: str = "") -> str:
@@ -198,7 +274,7 @@ def describe_defects(defects: list[Defect], num_rows: int, alternative: str = ""
 
 
 def list_files(path: str) -> list[str]:
-    """Return the file itself, or the data files of a directory, sorted by name.
+    """Return the file itself, or the data files of a directory, sorted by name; of its subdirectories if it has none.
 
     A directory that ``save_to_disk`` of ``datasets`` wrote has the files of its only split, or of ``train`` if it has
     several.
@@ -215,10 +291,13 @@ def list_files(path: str) -> list[str]:
         files = _read_saved_json(path, "state.json")["_data_files"]
         return [os.path.join(path, file["filename"]) for file in files]
     if os.path.isdir(path):
-        names = sorted(name for name in os.listdir(path) if name.endswith(DATA_SUFFIXES))
+        names = [name for name in os.listdir(path) if name.endswith(DATA_SUFFIXES)]
+        if not names:
+            found = (os.path.join(folder, name) for folder, _, listed in os.walk(path) for name in listed)
+            names = [os.path.relpath(file, path) for file in found if file.endswith(DATA_SUFFIXES)]
         if not names:
             raise DataError(f"{path}: no data files in this directory. Expected {', '.join(DATA_SUFFIXES)}.")
-        return [os.path.join(path, name) for name in names]
+        return [os.path.join(path, name) for name in sorted(names)]
     if not os.path.exists(path):
         raise DataError(
             f"{path}: no such file or directory{suggest_hub_name(path, '.')} Check the path; datasets of the hub are "
@@ -240,12 +319,124 @@ def _scan_files(path: str, row_format: str, columns: Columns, is_wanted: IsWante
     context = ReadContext(columns)
     for file in [path] if path.startswith("hf:") else list_files(path):
         is_known = row_format != "auto"
-        for line, value in _scan_file(file, context, is_wanted):
-            if not is_known:
+        for line, value in _expand_logs(_scan_file(file, context, is_wanted), row_format, context):
+            if not is_known and not isinstance(value, LeftOut):
                 is_known = _has_known_format(file, line, value, context)
             if isinstance(value, RowError):
                 value = Defect(file, line, value.pointer, value.kind, value.reason)
             yield UnreadRow(file, line, value)
+
+
+def _expand_logs(rows: Iterator[tuple[int, Any]], row_format: str, context: ReadContext) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a file, of which one may hold several conversations, or be a part of one."""
+    before: list[tuple[int, Any]] = []
+    for line, value in rows:
+        if value is None:  # not wanted
+            yield line, value
+            continue
+        before.append((line, value))
+        row = _decode_object(value, context)
+        if not isinstance(row, dict):
+            continue
+        name = detect_row_format(row) if row_format == "auto" else row_format
+        expand = ROW_FORMATS[name].expand if name in ROW_FORMATS else None
+        if expand is None:
+            break
+        wanted = ((at, item) for at, item in chain(before, rows) if item is not None)
+        yield from expand((at, _decode_object(item, context)) for at, item in wanted)
+        return
+    yield from before
+    yield from rows
+
+
+def _decode_object(value: Any, context: ReadContext) -> dict[str, Any] | RowError:
+    """Return the object of an undecoded row, or its defect."""
+    try:
+        row = value if isinstance(value, RowError) else decode_row(value, context)
+    except RowError as error:
+        return error
+    if isinstance(row, dict | RowError):
+        return row
+    return RowError("", "unknown_row_format", f"expected an object, got {describe_value(row)}")
+
+
+def _attach_left_out(rows: Iterator[UnreadRow], path: str) -> Iterator[UnreadRow]:
+    """Yield rows, each with the counts of what was left out before it; the last also with those after it.
+
+    Raises:
+        DataError: Everything was left out.
+    """
+    left_out: Counter[str] = Counter()
+    last: UnreadRow | None = None
+    failure: DataError | None = None
+    try:
+        for row in rows:
+            left_out.update(row.left_out or {})
+            if isinstance(row.value, LeftOut):
+                left_out[row.value.kind] += 1
+                continue
+            if last is not None:
+                yield last
+            last = row._replace(left_out=left_out) if left_out else row
+            left_out = Counter()
+    except DataError as error:
+        failure = error
+    if last is not None:
+        yield last._replace(left_out=left_out + (last.left_out or Counter())) if left_out else last
+    elif left_out:
+        found = "; ".join(f"{LEFT_OUT_KINDS[kind]} ({count:,})" for kind, count in left_out.items())
+        failure = failure or DataError(f"{path}: no conversations. Found only: {found}.")
+    if failure is not None:
+        raise failure
+
+
+def _fold(path: str, row_format: str, columns: Columns, fold: Fold, selection: Selection) -> Iterator[UnreadRow]:
+    """Yield rows as ``_scan`` does, with those that others continue as left out; reads a log twice."""
+    rows = _scan(path, row_format, columns, None)
+    head: list[UnreadRow] = []
+    failure: DataError | None = None
+    try:
+        head += islice(rows, _NUM_PEEKED)
+    except DataError as error:
+        failure = error
+    if fold == "auto" and not any(_is_log(row, row_format, columns) for row in head):
+        yield from head
+        if failure is not None:
+            raise failure
+        yield from rows
+        return
+    from fctune.data.fold import FoldIndex
+
+    # Rows whose tools are given later are comparable, too. The record that ends with a call does not know its result.
+    unweighted = replace(selection, wrong_turns="train")
+    index, reader = FoldIndex(), RowReader(row_format, columns, (Tool({"name": ""}),), selection=unweighted)
+    try:
+        for row in chain(head, rows):
+            parsed = reader.read(row)
+            index.add(parsed.conversation if isinstance(parsed, ParsedRow) else None)
+    except DataError:
+        pass  # raised again below, after the rows before
+    masks = zip(index.find_folded(), index.find_changed(), strict=True)
+    del head
+    rows = _scan(path, row_format, columns, None)
+    for row, (is_folded, is_changed) in zip(rows, chain(masks, repeat((False, False))), strict=False):
+        if is_folded:
+            yield row._replace(value=LeftOut("folded_record"))
+            continue
+        kept = reader.read(row) if index.has_reasoning else None
+        reasoning = index.find_reasoning(kept.conversation) if isinstance(kept, ParsedRow) else None
+        yield row._replace(is_changed=bool(is_changed), reasoning=reasoning) if is_changed or reasoning else row
+
+
+def _is_log(row: UnreadRow, row_format: str, columns: Columns) -> bool:
+    value = _decode_object(row.value, ReadContext()) if not isinstance(row.value, Defect | Conversation) else None
+    if not isinstance(value, dict):
+        return False
+    try:
+        name = detect_row_format(map_columns(value, columns)) if row_format == "auto" else row_format
+    except RowError:
+        return False
+    return name is not None and ROW_FORMATS[name].is_log
 
 
 def _may_hold_reasoning(batch: Any) -> bool:
@@ -273,7 +464,14 @@ def _scan_file(file: str, context: ReadContext, is_wanted: IsWanted | None) -> I
         return
     for raw in open_rows(file):
         if raw.data is None:
-            yield raw.line, RowError("", "row_too_large", f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB")
+            yield (
+                raw.line,
+                RowError(
+                    "",
+                    "row_too_large",
+                    f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; split it, or leave it out",
+                ),
+            )
         else:
             yield raw.line, raw.data
 
@@ -299,8 +497,9 @@ def _has_known_format(file: str, line: int, value: Any, context: ReadContext) ->
         if missing:
             raise DataError(f"{file}:{line}: {describe_missing(missing, row)}")
         raise DataError(
-            f"{file}:{line}: rows of unknown format. {describe_row_formats(mapped)}. Convert them to one of these, or "
-            "map columns of other names: --columns question=query, or columns: {question: query} in the source."
+            f"{file}:{line}: rows of unknown format. {suggest_columns(mapped)}{describe_row_formats(mapped)}. Convert "
+            "them to one of these, or map columns of other names: --columns question=query, or columns: {question: "
+            "query} in the source."
         )
     return True
 

@@ -19,6 +19,8 @@ from fctune.data.sources.row_content import read_content, read_result_content
 from fctune.data.sources.row_json import check_depth, read_python_literal
 from fctune.data.sources.row_reasoning import take_reasoning
 
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+
 
 class RowWarning(NamedTuple):
     """A problem in a row that is kept despite it."""
@@ -28,13 +30,21 @@ class RowWarning(NamedTuple):
     reason: str
 
 
+class CallPointer(NamedTuple):
+    """Location of a call in its row, and of its arguments."""
+
+    call: str
+    arguments: str
+
+
 @dataclass(slots=True)
 class ParsedRow:
     """A conversation with the location of each part in its row.
 
     ``message_pointers[i]`` is the location of ``conversation.messages[i]``, ``tools_pointer[i]tools_suffix`` that of
     ``conversation.tools[i]``. ``notes`` counts the conversions that were made, by their kind in ``NOTE_KINDS``. ``raw``
-    is the row as it was decoded; empty if it had no text.
+    is the row as it was decoded; empty if it had no text. ``call_pointers`` are the locations of all calls, in order.
+    ``is_record`` is True for records of logs, of which several may be of one run.
     """
 
     conversation: Conversation
@@ -45,6 +55,8 @@ class ParsedRow:
     warnings: list[RowWarning] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
     raw: dict[str, Any] = field(default_factory=dict)
+    call_pointers: list[CallPointer] = field(default_factory=list)
+    is_record: bool = False
 
     @property
     def benchmark(self) -> str | None:
@@ -53,13 +65,59 @@ class ParsedRow:
         name = metadata.get("benchmark") if isinstance(metadata, dict) else None
         return name if isinstance(name, str) else None
 
+    @property
+    def mark(self) -> dict[str, Any] | None:
+        """The provenance of a row that ``data augment`` made, from its metadata; None for others.
+
+        It has ``kinds`` (of augmentation), ``digest`` and ``from`` (of the original row), and ``seed``.
+        """
+        metadata = self.raw.get("metadata")
+        mark = metadata.get("augmented") if isinstance(metadata, dict) else None
+        if not isinstance(mark, dict) or not isinstance(kinds := mark.get("kinds"), list):
+            return None
+        is_valid = isinstance(digest := mark.get("digest"), str) and _DIGEST.fullmatch(digest) is not None
+        return mark if is_valid and kinds and all(isinstance(kind, str) for kind in kinds) else None
+
+    @property
+    def redacted(self) -> dict[str, Any] | None:
+        """What was redacted in the row, from its metadata: places by kind, and ``calls`` that hold a placeholder."""
+        metadata = self.raw.get("metadata")
+        entry = metadata.get("redacted") if isinstance(metadata, dict) else None
+        if not isinstance(entry, dict) or entry.keys() != {"kinds", "calls"}:
+            return None
+        kinds, calls = entry["kinds"], entry["calls"]
+        is_valid = isinstance(kinds, dict) and all(type(count) is int for count in kinds.values())
+        is_valid = is_valid and isinstance(calls, list) and all(isinstance(call, str) for call in calls)
+        return entry if is_valid else None
+
+    @property
+    def run(self) -> str | None:
+        """The digest of the run that a log's record is of, from the metadata of a written row; None for others."""
+        metadata = self.raw.get("metadata")
+        run = metadata.get("run") if isinstance(metadata, dict) else None
+        return run if isinstance(run, str) and _DIGEST.fullmatch(run) is not None else None
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The metadata that stays with the row when it is written: ``augmented``, ``redacted`` and ``run``."""
+        entries = {"augmented": self.mark, "redacted": self.redacted, "run": self.run}
+        return {name: entry for name, entry in entries.items() if entry is not None}
+
+    def digest(self) -> str:
+        """Return the digest that decides the row's split: its own, or that of the row that it was made of."""
+        mark = self.mark
+        return self.conversation.digest() if mark is None else str(mark["digest"])
+
 
 NOTE_KINDS: dict[str, str] = {
     "arrow_struct": "arguments or tools from an Arrow struct, whose key order is the column's",
     "calls_joined": "calls in messages of their own, joined with the assistant's message before them",
     "content_with_call": "assistant text before a call, kept with it",
+    "custom_call": "calls with free text (read as the argument input) or of the API's shell, read as a function's",
     "developer_as_system": "developer messages read as system messages",
     "empty_think": "empty think blocks, removed",
+    "error_result": "results marked as errors, of which the text is read and the mark is not",
+    "failed_kept": "marks of failed, cut off or rejected answers that are kept",
     "escaped_apostrophe": "\\' in quoted arguments read as an apostrophe",
     "filled_row": "rows whose tools or calls have null keys, as Arrow fills them in from other rows",
     "ignored_field": "message fields that no chat template of tool calls uses",
@@ -67,10 +125,15 @@ NOTE_KINDS: dict[str, str] = {
     "missing_end_marker": "Glaive assistant turns without <|endoftext|>",
     "null_key_dropped": "null keys of tools and calls, removed",
     "number_respelled": "numbers whose value is kept but not their spelling (1e5, 1.50)",
+    "observation_as_user": "observations of actions that are no calls, read as the user's turns",
     "python_literal": "calls, results and tools of a prompt written as Python literals, read as JSON values",
     "quoted_arguments": "Glaive arguments in single quotes, read as the JSON between the quotes",
+    "reasoning_hidden": "reasoning that a log holds only encrypted or not at all, left out",
+    "reasoning_summary": "reasoning of which a log holds only a summary, which is read as the reasoning",
     "reasoning_from_content": "reasoning read from tags at the start of a turn's text",
+    "reasoning_from_records": "turns whose reasoning is from the record that ends with them, and not in later ones",
     "result_from_json": "results that are an object or a list, written as JSON",
+    "step_as_context": "answers that are copied, cut off or no model's, kept as context",
     "system_prompt_replaced": "system prompts that only declared tools, which the chat template declares instead",
     "tagged_calls": "calls in <tool_call> tags of an assistant's message, read as calls",
     "tagged_results": "results in <tool_response> tags, read without them",
@@ -83,8 +146,21 @@ NOTE_KINDS: dict[str, str] = {
     "tools_from_prompt": "tools read from the prompt because the tools column is empty",
     "tools_from_python": "tools in a string that is a literal of Python",
     "type_converted": "tools whose Python type names were converted to JSON Schema",
+    "wrong_turn_as_context": "turns whose calls all failed, kept as context",
 }
 """The kinds of conversions made while reading rows."""
+
+LEFT_OUT_KINDS: dict[str, str] = {
+    "answer_failed": "rows whose answer failed, was cut off or rejected, or whose run did not solve its task",
+    "folded_record": "records whose messages are the beginning of another record's, which holds them too",
+    "not_selected": "rows that do not meet the conditions (where)",
+    "session_event": "events of sessions that are no messages",
+    "sidechain_step": "steps of subagents in the list of another agent's steps",
+    "span_left_out": "spans that are not of a model call (of agents, tools or requests)",
+    "span_without_content": "spans of model calls whose messages were not recorded",
+    "where_missing": "rows without a column or key that the conditions name (where)",
+}
+"""The kinds of records and parts of logs that are no rows."""
 
 TOOL_COLUMNS = ("tools", "functions", "available_tools", "tools_json")
 """Columns of a row's tools, in formats that have them in a column."""
@@ -116,8 +192,10 @@ class RowBuilder:
         self.tools_pointer = "tools"
         self.tools_suffix = ""
         self.pending: list[Call] = []
+        self.call_pointers: list[CallPointer] = []
         self.template_args: dict[str, Any] = {}
         self.unread: dict[str, Any] = {}  # keys of messages and calls that no reader reads, by pointer
+        self.failed_calls: set[int] = set()  # calls whose results are marked as errors, by identity
         self._system: str | None = None  # of the system column
         self._reasoning: tuple[str, str] | None = None  # of the assistant's next turn, and its location
         self._has_null_arguments = False  # of a call whose arguments are an object in the row
@@ -154,6 +232,16 @@ class RowBuilder:
         self.messages.append(Message(role, content, calls, weight=weight, reasoning=reasoning))
         self.pointers.append(pointer)
 
+    def reject_answer(self, pointer: str, reason: str) -> None:
+        """Refuse an answer that the row marks as failed or rejected, unless such answers are kept.
+
+        Raises:
+            RowError: ``answer_failed``.
+        """
+        if not self.context.keeps_failed:
+            raise RowError(pointer, "answer_failed", f"{reason}, which must not be imitated; leave the row out")
+        self.notes["failed_kept"] += 1
+
     def add_system_column(self, value: Any) -> None:
         """Add the text of a row's system column, if there is any, as its system message."""
         text = read_content(value, "system", self.notes)
@@ -175,7 +263,14 @@ class RowBuilder:
         self.notes["content_with_call"] -= bool(last.content and last.calls)  # counted again
         self.add("assistant", last.content, pointer, (*last.calls, *calls), last.weight, last.reasoning)
 
-    def add_result(self, content: Any, pointer: str, call_id: str | None = None, name: str | None = None) -> None:
+    def add_result(
+        self,
+        content: Any,
+        pointer: str,
+        call_id: str | None = None,
+        name: str | None = None,
+        is_error: bool = False,
+    ) -> None:
         """Add a result of a call that has none yet, matched by id, else by name, else to the oldest call."""
         content = read_result_content(content, pointer, self.notes)
         self._require_no_reasoning("tool")
@@ -184,10 +279,24 @@ class RowBuilder:
             given = f"id {call_id!r}" if call_id is not None else f"name {name!r}" if name is not None else "no id"
             open_calls = ", ".join(f"{c.name} ({c.id})" if c.id else c.name for c in self.pending) or "none"
             reason = f"answers no call (it has {given}; calls without a result: {open_calls})"
+            if not any(message.calls for message in self.messages):
+                reason += "; no call precedes it, so the beginning of the conversation is missing"
             raise RowError(pointer, "result_without_call", reason)
+        if is_error:
+            self.notes["error_result"] += 1
+            self.failed_calls.add(id(self.pending[index]))
         del self.pending[index]
         self.messages.append(Message("tool", content, call_id=call_id, name=name))
         self.pointers.append(pointer)
+
+    def join_turns(self) -> None:
+        """Join messages of the user, or of the system, that follow one another: agents send their context apart."""
+        for i in reversed(range(1, len(self.messages))):
+            before, message = self.messages[i - 1 : i + 1]
+            if before.role == message.role and message.role in ("user", "system"):
+                self.messages[i - 1] = replace(before, content=f"{before.content}\n{message.content}")
+                del self.messages[i], self.pointers[i]
+                self.notes["text_parts_joined"] += 1
 
     def take_reasoning(self, text: str, pointer: str, given: str | None = None) -> tuple[str, str | None]:
         """Split the text of an assistant's turn into its content and its reasoning; the content may be empty."""
@@ -224,7 +333,8 @@ class RowBuilder:
         for message, pointer in zip(self.messages, self.pointers, strict=True):
             if message.calls and not self.tools:
                 names = ", ".join(call.name for call in message.calls)
-                raise RowError(pointer, "call_without_tools", f"calls {names}, but the row has no tools")
+                reason = f"calls {names}, but the row has no tools; data convert --tools FILE adds those of the agent"
+                raise RowError(pointer, "call_without_tools", reason)
             mark = _CALL_MARKS.search(message.content) if message.role == "assistant" and message.content else None
             if mark is not None and (self.tools or mark.group() == "<tool_call>"):
                 reason = f"{mark.group()} in the text, which would be trained as text; write the call in tool_calls"
@@ -233,6 +343,8 @@ class RowBuilder:
     def finish(self, is_question: bool = False) -> ParsedRow:
         """Return the conversation with its locations, warnings and notes; a question needs no assistant's message."""
         self._require_no_reasoning(None)
+        if self.failed_calls and not self.context.trains_wrong_turns:
+            self._keep_wrong_turns_as_context()  # first, as the next step makes calls anew
         if self._has_null_arguments:
             self._remove_argument_filling()
         if self.notes.get("null_key_dropped"):
@@ -255,10 +367,24 @@ class RowBuilder:
             self.tools_suffix,
             warnings=self.warnings,
             notes=+self.notes if self.notes else self.notes,
+            call_pointers=self._locate_calls(),
         )
 
-    def read_call(self, value: Any, pointer: str, call_id: str | None = None) -> Call:
-        """Read a call from an object with ``name`` and ``arguments``, an object or a string with its JSON."""
+    def _keep_wrong_turns_as_context(self) -> None:
+        for i, message in enumerate(self.messages):
+            if message.weight and message.calls and all(id(call) in self.failed_calls for call in message.calls):
+                self.messages[i] = replace(message, weight=0.0)
+                self.notes["wrong_turn_as_context"] += 1
+
+    def _locate_calls(self) -> list[CallPointer]:
+        """Return the location of each call; its message's if a reader makes calls without ``read_call``."""
+        pointers = [pointer for m, pointer in zip(self.messages, self.pointers, strict=True) for _ in m.calls]
+        if len(pointers) == len(self.call_pointers):
+            return self.call_pointers
+        return [CallPointer(pointer, f"{pointer}.arguments") for pointer in pointers]
+
+    def read_call(self, value: Any, pointer: str, call_id: str | None = None, key: str = "arguments") -> Call:
+        """Read a call from an object with ``name`` and, under ``key``, arguments: an object or the string of one."""
         if not isinstance(value, dict):
             raise RowError(
                 pointer, "call_shape", f"expected an object with name and arguments, got {describe_value(value)}"
@@ -266,12 +392,13 @@ class RowBuilder:
         name = value.get("name")
         if not isinstance(name, str) or not name:
             raise RowError(f"{pointer}.name", "call_shape", f"expected a tool's name, got {describe_value(name)}")
-        if "arguments" not in value:
+        if key not in value:
             keys = ", ".join(map(str, value))
-            raise RowError(pointer, "call_shape", f"expected the key 'arguments', got {keys}")
+            raise RowError(pointer, "call_shape", f"expected the key {key!r}, got {keys}")
         if not _CALL_KEYS.issuperset(value):
-            self.note_unread(value, _CALL_KEYS, pointer)
-        arguments = self.read_arguments(value["arguments"], f"{pointer}.arguments", name)
+            self.note_unread(value, {*_CALL_KEYS, key}, pointer)
+        arguments = self.read_arguments(value[key], f"{pointer}.{key}", name)
+        self.call_pointers.append(CallPointer(pointer, f"{pointer}.{key}"))
         return Call(name, arguments, call_id)
 
     def read_arguments(self, value: Any, pointer: str, name: str) -> dict[str, Any]:

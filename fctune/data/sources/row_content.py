@@ -15,6 +15,7 @@ from fctune.data.sources.row_json import check_depth
 _TEXT_TYPES = ("text", "input_text", "output_text")
 # Types of parts other than text, in OpenAI's, Anthropic's, MCP's and TRL's formats.
 _MEDIA = re.compile("image|video|audio")
+_FILES = ("document", "file", "input_file", "media", "container_upload")
 
 
 def read_content(content: Any, pointer: str, notes: Counter[str]) -> str | None:
@@ -57,6 +58,22 @@ def read_result_content(content: Any, pointer: str, notes: Counter[str]) -> str:
         raise RowError(pointer, "content_not_text", reason) from None
     notes["result_from_json"] += 1
     return text
+
+
+def read_string(value: Any, pointer: str) -> str | None:
+    """Return a string, such as an id or a name, or None."""
+    if value is None or isinstance(value, str):
+        return value
+    raise RowError(pointer, "message_shape", f"expected a string, got {describe_value(value)}")
+
+
+def make_block_error(block: Any, pointer: str) -> RowError:
+    """Return the error about a block of a type that a format does not read."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if isinstance(kind, str) and (_MEDIA.search(kind) or kind in _FILES):
+        return RowError(pointer, "not_text_only", f"a block of type {kind!r}; {TEXT_ONLY}")
+    described = f"a block of type {kind!r}" if isinstance(kind, str) else describe_value(block)
+    return RowError(pointer, "unknown_block", f"{described}, which is not read; remove it, or leave the row out")
 
 
 def _is_part(value: Any) -> bool:

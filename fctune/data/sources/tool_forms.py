@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fctune.base.json_reader import ParseError
 from fctune.base.python_reader import PythonReader
+from fctune.data.sources.columns import require_read_keys
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.openapi import allow_null, read_operations
 from fctune.data.sources.row_json import RowJsonReader
@@ -22,6 +23,13 @@ from fctune.data.sources.row_json import RowJsonReader
 _MAX_NESTING = 4  # lists, envelopes and strings around a tool
 _GEMINI_TYPES = frozenset({"STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL"})
 _GEMINI_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+
+# Keys of tools that are read, or that say nothing about the call.
+_ANTHROPIC_KEYS = ("name", "description", "input_schema", "type", "allowed_callers")
+_GEMINI_KEYS = (
+    *("type", "name", "description", "parameters", "parametersJsonSchema", "parameters_json_schema", "behavior"),
+    *("response", "responseJsonSchema", "response_json_schema"),
+)
 
 Decode = Callable[[str, str], Any]
 
@@ -121,6 +129,7 @@ def _iter_object(
         if not isinstance(declared, list):
             raise RowError(f"{pointer}.{key}", "tool_shape", f"expected a list, got {describe_value(declared)}")
         notes["tools_from_gemini"] += len(declared)
+        require_read_keys(value, (key,), pointer)
         for i, item in enumerate(declared):
             yield _read_gemini(item, f"{pointer}.{key}[{i}]"), f"{pointer}.{key}[{i}]"
     else:
@@ -156,6 +165,7 @@ def _read_named(tool: dict[str, Any], pointer: str, notes: Counter[str]) -> Any:
         return _make_function(tool["name"], tool.get("description") or tool.get("title"), tool["inputSchema"])
     if "input_schema" in tool:
         notes["tools_from_anthropic"] += 1
+        require_read_keys(tool, _ANTHROPIC_KEYS, pointer)
         return _make_function(tool["name"], tool.get("description"), tool["input_schema"])
     if _has_gemini_types(tool.get("parameters")):
         notes["tools_from_gemini"] += 1
@@ -174,6 +184,7 @@ def _make_function(name: Any, description: Any, parameters: Any) -> dict[str, An
 def _read_gemini(tool: Any, pointer: str) -> Any:
     if not isinstance(tool, dict):
         return tool
+    require_read_keys(tool, _GEMINI_KEYS, pointer)
     schema = tool.get("parametersJsonSchema", tool.get("parameters_json_schema"))
     if schema is None and tool.get("parameters") is not None:
         schema = _convert_gemini(tool["parameters"], f"{pointer}.parameters")

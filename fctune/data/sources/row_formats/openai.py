@@ -7,12 +7,13 @@ messages of their own (ms-swift's ``tool_call`` and ``tool_response``), or text 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fctune.data.conversation import Call
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.row_builder import TOOL_COLUMNS, ParsedRow, RowBuilder, RowWarning
-from fctune.data.sources.row_content import read_content
+from fctune.data.sources.row_content import read_content, read_string
 from fctune.data.sources.row_formats.base import RowFormat
 from fctune.data.sources.row_formats.hermes import read_prompt, read_tagged_calls, read_tagged_results
 from fctune.data.sources.row_formats.sharegpt import read_calls
@@ -54,21 +55,26 @@ def read_openai(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
         builder.notes["legacy_function_call"] += 1
     if system := read_content(row.get("system"), "system", builder.notes):
         builder.add_system_column(read_prompt(system, "system", None, builder))
-    tagged: list[str] = []  # pointers of messages whose calls are text
-    for i, message in enumerate(messages):
-        _add_message(message, f"{key}[{i}]", builder, tagged)
-    offered = {tool.name for tool in builder.tools or builder.context.default_tools}
-    for message, pointer in zip(builder.messages, builder.pointers, strict=True):
-        missing = [call.name for call in message.calls if call.name not in offered] if pointer in tagged else ()
-        if missing and offered:
-            reason = f"a call of {missing[0]} in the text, which is not one of the row's tools"
-            raise RowError(f"{pointer}.content", "call_in_text", reason)
+    add_messages([(message, f"{key}[{i}]") for i, message in enumerate(messages)], builder)
     if row.get("parallel_tool_calls") is False:
         for message, pointer in zip(builder.messages, builder.pointers, strict=True):
             if len(message.calls) > 1:
                 reason = f"{len(message.calls)} calls in one turn, although parallel_tool_calls is false"
                 builder.warnings.append(RowWarning(f"{pointer}.tool_calls", "parallel_not_allowed", reason))
     return builder.finish()
+
+
+def add_messages(messages: Iterable[tuple[Any, str]], builder: RowBuilder) -> None:
+    """Add messages, each with its location; the row's tools are read before."""
+    tagged: list[str] = []  # pointers of messages whose calls are text
+    for value, pointer in messages:
+        _add_message(value, pointer, builder, tagged)
+    offered = {tool.name for tool in builder.tools or builder.context.default_tools}
+    for message, pointer in zip(builder.messages, builder.pointers, strict=True):
+        missing = [call.name for call in message.calls if call.name not in offered] if pointer in tagged else ()
+        if missing and offered:
+            reason = f"a call of {missing[0]} in the text, which is not one of the row's tools"
+            raise RowError(f"{pointer}.content", "call_in_text", reason)
 
 
 def _add_message(message: Any, pointer: str, builder: RowBuilder, tagged: list[str]) -> None:
@@ -123,8 +129,8 @@ def _add_message(message: Any, pointer: str, builder: RowBuilder, tagged: list[s
         case str() if role in _RESULT_ROLES:
             if role == "function":
                 builder.notes["legacy_function_call"] += 1
-            call_id = _read_text(message.get("tool_call_id"), f"{pointer}.tool_call_id")
-            name = _read_text(message.get("name"), f"{pointer}.name")
+            call_id = read_string(message.get("tool_call_id"), f"{pointer}.tool_call_id")
+            name = read_string(message.get("name"), f"{pointer}.name")
             if isinstance(content, str) and content.lstrip().startswith("<tool_response>"):
                 _add_tagged_results(content, pointer, builder, call_id, name)
             else:
@@ -160,7 +166,7 @@ def _read_calls(message: dict[str, Any], pointer: str, builder: RowBuilder) -> t
             at, function = f"{at}.function", call["function"]
         else:
             function = call
-        read.append(builder.read_call(function, at, _read_text(call.get("id"), f"{at}.id")))
+        read.append(builder.read_call(function, at, read_string(call.get("id"), f"{at}.id")))
     return tuple(read)
 
 
@@ -171,12 +177,6 @@ def _add_tagged_results(
     builder.notes["tagged_results"] += len(results)
     for text, own_name in results:
         builder.add_result(text, pointer, call_id, name or own_name)
-
-
-def _read_text(value: Any, pointer: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    raise RowError(pointer, "message_shape", f"expected a string, got {describe_value(value)}")
 
 
 def _read_weight(message: dict[str, Any], pointer: str) -> float:

@@ -18,7 +18,7 @@ from fctune.data.sources.row_reasoning import REASONING_KEYS, read_reasoning
 
 def read_xlam(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     """Read a row as a conversation of the query and its calls."""
-    query, answers, tools = row["query"], row["answers"], row["tools"]
+    query, answers, tools = row["query"], row["answers"], row.get("tools")
     if not isinstance(query, str):
         raise RowError("query", "content_not_text", f"expected text, got {describe_value(query)}")
     listed = builder.context.decode_tools(tools, "tools", builder.notes)
@@ -80,8 +80,8 @@ def _convert_tool(tool: Any, pointer: str, builder: RowBuilder) -> Any:
 
 ROW_FORMAT = RowFormat(
     name="xlam",
-    keys="query, answers, tools",
-    matches=lambda row: "query" in row and "answers" in row and "tools" in row,
+    keys="query, answers[, tools]",
+    matches=lambda row: "query" in row and "answers" in row,
     read=read_xlam,
     columns=("query", "answers", "tools", "system", "response", *REASONING_KEYS),
     harmless=("func_name", "func_desc"),  # of APIGen's mirrors

@@ -1,0 +1,594 @@
+"""Secrets and personal data in rows: found, located and counted; ``redaction`` replaces them.
+
+Credentials are found by the patterns of ``detect-secrets`` for keys of known providers, some more of the same sort, and
+values of arguments and settings whose names say that they are secret. Its detectors of high entropy are not used: ids,
+hashes and encoded files, which tool calls are full of, look no less random than keys. Nor are those of public
+addresses, and of key formats that order numbers have as well. No detector verifies a key over the network.
+
+A finding knows its secret, which is never printed: reports name the kind and the place.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from fctune.config.intervals import format_count
+from fctune.data.conversation import Conversation, Tool
+from fctune.data.sources.defects import Defect
+from fctune.data.sources.row_builder import CallPointer, ParsedRow, RowWarning
+
+SECRET_KINDS: dict[str, str] = {
+    "authorization": "a token or password of an HTTP Authorization header",
+    "aws_access_key": "a key of AWS",
+    "azure_storage_key": "a storage key of Azure",
+    "basic_auth": "a password in a URL",
+    "cloud_token": "a token of Databricks, DigitalOcean or Shopify",
+    "discord_token": "a token of a Discord bot",
+    "github_token": "a token of GitHub",
+    "gitlab_token": "a token of GitLab",
+    "google_key": "an API key or OAuth token of Google",
+    "hugging_face_token": "a token of Hugging Face",
+    "json_web_token": "a JSON Web Token",
+    "mailchimp_key": "a key of Mailchimp",
+    "model_api_key": "an API key of a provider of models",
+    "named_secret": "a value that its name calls a password, key, token or secret",
+    "package_token": "a token of npm or PyPI",
+    "private_key": "a private key",
+    "sendgrid_key": "a key of SendGrid",
+    "slack_token": "a token or webhook of Slack",
+    "square_secret": "an OAuth secret of Square",
+    "stripe_key": "a key of Stripe",
+    "telegram_token": "a token of a Telegram bot",
+    "twilio_key": "a key of Twilio",
+}
+"""Kinds of credentials, which ``secrets`` stands for."""
+
+PERSONAL_KINDS: dict[str, str] = {
+    "email": "an email address",
+    "home_path": "a path of a user's home directory",
+    "phone": "a phone number",
+}
+"""Kinds of personal data, which are found only if they are asked for."""
+
+_JSON = json.JSONEncoder(ensure_ascii=False)
+MARK = "redacted"
+"""In every placeholder of a secret, by which later scans know it."""
+
+_MIN_NAMED = 8  # characters of a value that its name calls a secret; shorter ones are mostly words
+_MAX_CACHED_TOOLS = 10_000
+_SHOWN_PIECE = 6  # characters of a secret that no message shows
+
+# Behind an escape of JSON or of a URL, a secret may follow a letter.
+_START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"
+_END = r"(?![A-Za-z0-9])"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A secret at a location of a row; its text is left out of its representation."""
+
+    pointer: str
+    kind: str
+    text: str = field(repr=False)
+
+    def to_warning(self) -> RowWarning:
+        """Return the warning about it, which does not hold the secret."""
+        kind = "personal_data" if self.kind in PERSONAL_KINDS else "secret"
+        return RowWarning(self.pointer, kind, f"{self.kind}: {describe_kind(self.kind)}")
+
+
+def describe_kind(kind: str) -> str:
+    """Return the meaning of a kind."""
+    return SECRET_KINDS.get(kind) or PERSONAL_KINDS[kind]
+
+
+class _Rule(NamedTuple):
+    """Patterns of a kind of secret, which is the first group that matched, or all that matched.
+
+    Every match contains one of the ``anchors``, so that most texts need no search; ``lower`` ones are searched for in
+    the text in lower case.
+    """
+
+    kind: str
+    anchors: tuple[str, ...]
+    patterns: tuple[re.Pattern[str], ...]
+    is_lower: bool = False
+    accepts: Callable[[str], bool] = lambda text: True
+
+
+@functools.cache
+def _load_rules() -> tuple[_Rule, ...]:
+    """Return the rules for credentials; loads detect-secrets, which takes 0.2 seconds."""
+    from detect_secrets.plugins import (
+        aws,
+        azure_storage_key,
+        basic_auth,
+        discord,
+        github_token,
+        gitlab_token,
+        jwt,
+        keyword,
+        mailchimp,
+        openai,
+        pypi_token,
+        sendgrid,
+        slack,
+        square_oauth,
+        stripe,
+        telegram_token,
+        twilio,
+    )
+
+    def take(plugin: Any, more: str = "", ends: bool = False, flags: int = 0) -> tuple[re.Pattern[str], ...]:
+        """Return the patterns of a plugin, with a start, and an end or what follows a prefix of fixed length."""
+        rest = _END if ends else r"[A-Za-z0-9_-]*"
+        return tuple(
+            re.compile(f"{_START}{_group(pattern.pattern)}{rest}", pattern.flags) for pattern in plugin.denylist
+        ) + ((re.compile(_START + more, flags),) if more else ())
+
+    names = "|".join([*keyword.DENYLIST, r"(?:access|auth|bearer|refresh|session|id|api|bot)_?token"])
+    # Quotes may be escaped, as in a result that holds JSON.
+    named = (
+        rf"(?:{names})(?:\\?[\"'])?\s{{0,3}}(?::=|=>|[:=]|\bis\b)\s{{0,3}}(?:\\?[\"'`])?([^\s\"'`,;\\<>{{}}()\[\]]+)"
+    )
+    return (
+        _Rule(
+            "private_key",
+            ("PRIVATE KEY", "PuTTY-User-Key-File"),
+            (
+                re.compile(
+                    r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
+                    r"(?:.{0,20000}?-----END (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|[A-Za-z0-9+/=\s\\:,-]*)",
+                    re.DOTALL,
+                ),
+                re.compile(r"PuTTY-User-Key-File-\d.{0,20000}?Private-MAC: *[0-9a-f]+", re.DOTALL),
+            ),
+        ),
+        _Rule(
+            "aws_access_key",
+            ("A3T", "ABIA", "ACCA", "AKIA", "ASIA"),
+            (re.compile(f"{_START}{_group(aws.AWSKeyDetector.denylist[0].pattern)}{_END}"),),
+        ),
+        _Rule("aws_access_key", ("aws",), (aws.AWSKeyDetector.denylist[1],), is_lower=True),
+        _Rule("azure_storage_key", ("AccountKey=",), take(azure_storage_key.AzureStorageKeyDetector, ends=True)),
+        _Rule("basic_auth", ("://",), tuple(basic_auth.BasicAuthDetector.denylist), accepts=_is_url_password),
+        _Rule(
+            "cloud_token",
+            ("dapi", "dop_v1_", "shpat_"),
+            (re.compile(rf"{_START}(?:dapi[0-9a-f]{{32}}|dop_v1_[0-9a-f]{{64}}|shpat_[0-9a-fA-F]{{32}}){_END}"),),
+        ),
+        _Rule("discord_token", ("discord", "bot "), take(discord.DiscordBotTokenDetector, ends=True), is_lower=True),
+        _Rule(
+            "github_token",
+            ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
+            take(github_token.GitHubTokenDetector, r"github_pat_[A-Za-z0-9_]{36,}"),
+        ),
+        _Rule(
+            "gitlab_token",
+            (
+                "glpat-",
+                "gldt-",
+                "glft-",
+                "glsoat-",
+                "glrt-",
+                "glcbt-",
+                "glimt-",
+                "glptt-",
+                "glagent-",
+                "gloas-",
+                "GR13",
+            ),
+            take(gitlab_token.GitLabTokenDetector),
+        ),
+        _Rule(
+            "google_key",
+            ("AIza", "ya29.", "GOCSPX-"),
+            (re.compile(rf"{_START}(?:AIza[\w-]{{35}}|ya29\.[\w-]{{20,}}|GOCSPX-[\w-]{{28}})(?![\w-])", re.ASCII),),
+        ),
+        _Rule("hugging_face_token", ("hf_",), (re.compile(rf"{_START}hf_[A-Za-z0-9]{{30,}}{_END}"),)),
+        # The plugin's pattern stops before a token's signature.
+        _Rule(
+            "json_web_token",
+            ("eyJ",),
+            (re.compile(_START + r"eyJ[A-Za-z0-9_=-]+\.[A-Za-z0-9_=-]+(?:\.[A-Za-z0-9_+/=-]+)?"),),
+            accepts=jwt.JwtTokenDetector.is_formally_valid,
+        ),
+        _Rule("mailchimp_key", ("-us",), take(mailchimp.MailchimpDetector, ends=True)),
+        _Rule(
+            "model_api_key",
+            ("sk-", "gsk_", "xai-"),
+            take(openai.OpenAIDetector, r"(?:sk-[A-Za-z0-9_-]{20,}|gsk_[A-Za-z0-9]{40,}|xai-[A-Za-z0-9]{40,})"),
+            accepts=_is_random,
+        ),
+        _Rule("package_token", ("npm_", "pypi-"), take(pypi_token.PypiTokenDetector, r"npm_[A-Za-z0-9]{36}")),
+        _Rule("sendgrid_key", ("SG.",), take(sendgrid.SendGridDetector)),
+        _Rule(
+            "slack_token",
+            ("xox", "xapp-", "hooks.slack.com"),
+            take(slack.SlackDetector, r"xapp-\d-[A-Z0-9]+-\d+-[a-f0-9]+"),
+            is_lower=True,
+        ),
+        _Rule("square_secret", ("sq0csp-",), take(square_oauth.SquareOAuthDetector)),
+        _Rule(
+            "stripe_key",
+            ("k_live_", "k_test_", "whsec_"),
+            take(stripe.StripeDetector, r"(?:[rs]k_test_[0-9a-zA-Z]{24,}|whsec_[A-Za-z0-9+/]{24,}=*)"),
+        ),
+        _Rule("telegram_token", (":AA",), take(telegram_token.TelegramBotTokenDetector)),
+        _Rule("twilio_key", ("AC", "SK"), take(twilio.TwilioKeyDetector, ends=True), accepts=_is_random),
+        _Rule(
+            "authorization",
+            ("bearer ", "basic "),
+            (re.compile(r"\b(?:bearer|basic)\s+([A-Za-z0-9._~+/-]{20,}=*)", re.IGNORECASE),),
+            is_lower=True,
+            accepts=_is_random,
+        ),
+        _Rule(
+            "named_secret",
+            ("key", "pass", "pwd", "secret", "contrase", "token"),
+            (re.compile(rf"(?<![A-Za-z]){named}", re.IGNORECASE),),
+            is_lower=True,
+            accepts=_is_named_secret,
+        ),
+    )
+
+
+def _group(pattern: str) -> str:
+    """Return a pattern whose groups capture nothing, so that a match is the secret."""
+    return "(?:" + re.sub(r"(?<!\\)\((?!\?)", "(?:", pattern) + ")"
+
+
+@functools.cache
+def _load_name() -> re.Pattern[str]:
+    """Return the pattern of names of arguments and settings whose values are secrets."""
+    from detect_secrets.plugins import keyword
+
+    names = "|".join([*keyword.DENYLIST, r"(?:access|auth|bearer|refresh|session|id|api|bot)_?token", "token"])
+    return re.compile(rf"(?:[\w.]*[_.-])?(?:{names})", re.IGNORECASE)
+
+
+_PERSONAL: dict[str, _Rule] = {
+    "emails": _Rule(
+        "email",
+        ("@",),
+        (re.compile(r"(?<![\w.+-])[A-Za-z0-9][\w.+-]*@(?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,}(?![\w-])", re.ASCII),),
+        accepts=lambda text: not re.search(r"@(?:.*\.)?example\.(?:com|net|org)$", text.lower()),
+    ),
+    "phones": _Rule(
+        "phone",
+        ("",),
+        (
+            re.compile(
+                r"(?<![\w.+-])(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{2,4}(?:[ .-]?\d{2,4}){1,4}"
+                r"|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[.-])\d{3}[.-]\d{4})(?![\w-]|\.\d)",
+                re.ASCII,
+            ),
+        ),
+        accepts=lambda text: 8 <= len(re.sub(r"\D", "", text)) <= 15 and not _is_phone_placeholder(text),
+    ),
+    "paths": _Rule(
+        "home_path",
+        ("/home/", "/Users/", "Users\\", "users\\"),
+        (
+            re.compile(
+                r"(?:(?<![\w.~/-])|(?<=file://))(?:/home/|/Users/|[A-Za-z]:(?:\\{1,2}|/)[Uu]sers(?:\\{1,2}|/))[\w.-]*\w"
+            ),
+        ),
+        accepts=lambda text: (
+            not re.search(r"[\\/](?:user(?:-[0-9a-z]{8})?|username|shared|public|default)$", text.lower())
+        ),
+    ),
+}
+_EXAMPLE = re.compile(
+    r"redacted|example|your|placeholder|dummy|sample|change.?me|insert|\.\.\.|…|x{4}|\*{3}|<|\{\{", re.I
+)
+
+
+def _is_example(text: str) -> bool:
+    """Return True for a placeholder, or a value of a manual."""
+    from detect_secrets.filters import heuristic
+
+    return (
+        _EXAMPLE.search(text) is not None
+        or len(set(text)) < 5
+        or heuristic.is_templated_secret(text)
+        or heuristic.is_prefixed_with_dollar_sign(text)
+        or heuristic.is_sequential_string(text)
+    )
+
+
+def _is_random(text: str) -> bool:
+    """Return True for a text with a long part in which letters and digits are mixed, as names of things have none."""
+    return any(
+        re.search(r"\d", part) and re.search(r"[A-Za-z]", part) for part in re.findall(r"[A-Za-z0-9]{12,}", text)
+    )
+
+
+def _is_url_password(text: str) -> bool:
+    return text.lower() not in ("pass", "password", "pwd", "secret", "token") and not text.isdigit()
+
+
+def _is_named_secret(text: str) -> bool:
+    """Return True if the value of a name that promises a secret is one: of a secret's length, and not only words."""
+    from detect_secrets.filters import heuristic
+
+    return (
+        _MIN_NAMED <= len(text) <= 500
+        and re.search(r"\d", text) is not None
+        and not re.search(r"\s|://", text)
+        and not heuristic.is_not_alphanumeric_string(text)
+        and not heuristic.is_potential_uuid(text)
+        and not re.fullmatch(r"[\w.]+\(.*\)?|[a-z_]+(?:\.[a-z_]+)+|\d{4}-\d\d-\d\d.*", text)
+    )
+
+
+class SecretScanner:
+    """Finds secrets in conversations.
+
+    Args:
+        kinds: ``secrets``, and ``emails``, ``phones`` and ``paths``.
+    """
+
+    def __init__(self, kinds: Sequence[str] = ("secrets",)):
+        self.has_secrets = "secrets" in kinds
+        self._rules: tuple[_Rule, ...] = _load_rules() if self.has_secrets else ()
+        self._rules += tuple(_PERSONAL[kind] for kind in kinds if kind != "secrets")
+        self._named = _Rule("named_secret", (), ())
+        self._tools: dict[str, dict[str, str]] = {}
+
+    def find(self, conversation: Conversation) -> dict[str, str]:
+        """Return the kind of each secret in a conversation, in the order in which they appear."""
+        found: dict[str, str] = {}
+        if rules := self._choose(_join(conversation)):
+            for _, name, text in _walk_messages(conversation, None, None):
+                self._search(text, name, rules, found)
+        for tool in conversation.tools:
+            found |= self._find_in_tool(tool)
+        return found
+
+    def find_in_text(self, text: str) -> dict[str, str]:
+        """Return the kind of each secret in a text."""
+        found: dict[str, str] = {}
+        self.search(text, "", found)
+        return found
+
+    def search(self, text: str, name: str, found: dict[str, str]) -> None:
+        """Add the secrets in a text to those found; ``name`` is that of the value which the text is, or ""."""
+        self._search(text, name, self._choose(text), found)
+
+    def locate(self, row: ParsedRow | Conversation, found: dict[str, str] | None = None) -> list[Finding]:
+        """Return the places of all secrets of a row: each string of it, with each secret that it holds.
+
+        Args:
+            row: The row.
+            found: What ``find`` returned for it, if it is known.
+        """
+        if found is None:
+            found = self.find(row if isinstance(row, Conversation) else row.conversation)
+        if not found:
+            return []
+        secrets: dict[tuple[str, str], list[str]] = {}  # spellings by kind and secret
+        for text, kind in found.items():
+            secrets.setdefault((kind, normalise(text, kind)), []).append(text)
+        patterns = []
+        for (kind, _), texts in secrets.items():
+            forms = dict.fromkeys(form for text in texts for form in list_forms(text))
+            patterns.append((re.compile("|".join(to_pattern(form, kind) for form in forms)), kind, texts[0]))
+        return [
+            Finding(pointer, kind, secret)
+            for pointer, _, text in _walk(row)
+            for pattern, kind, secret in patterns
+            if pattern.search(text)
+        ]
+
+    def hide(self, defect: Defect, row: Any) -> Defect:
+        """Return a defect whose reason holds no secret of its row, given as it was read."""
+        text = row.decode("utf-8", "replace") if isinstance(row, bytes) else str(row)
+        found = self.find_in_text(text)
+        if not found or not (shows(defect.reason, found) or shows(defect.pointer, found)):
+            return defect
+        pointer = "" if shows(defect.pointer, found) else defect.pointer
+        return replace(defect, pointer=pointer, reason="not shown, because it quotes a secret of the row")
+
+    def _find_in_tool(self, tool: Tool) -> dict[str, str]:
+        text = tool.to_json()
+        if (known := self._tools.get(text)) is None:
+            known = {}
+            if rules := self._choose(text):
+                for _, name, string in walk_value(tool.function, "", ""):
+                    self._search(string, name, rules, known)
+            if len(self._tools) >= _MAX_CACHED_TOOLS:
+                self._tools.clear()
+            self._tools[text] = known
+        return known
+
+    def _choose(self, text: str) -> list[_Rule]:
+        """Return the rules that may find something in a text."""
+        lower, chosen = text.lower(), []
+        for rule in self._rules:
+            searched = lower if rule.is_lower else text
+            for anchor in rule.anchors:
+                if anchor in searched:
+                    chosen.append(rule)
+                    break
+        return chosen
+
+    def _search(self, text: str, name: str, rules: Sequence[_Rule], found: dict[str, str]) -> None:
+        for rule in rules:
+            for pattern in rule.patterns:
+                for match in pattern.finditer(text):
+                    secret = match[1] if pattern.groups else match[0]
+                    secret = secret.rstrip(".!?") if rule.kind == "named_secret" else secret
+                    self._add(secret, rule, found)
+        if name and self.has_secrets and _is_named_secret(text) and _load_name().fullmatch(name):
+            self._add(text, self._named, found)
+
+    @staticmethod
+    def _add(secret: str, rule: _Rule, found: dict[str, str]) -> None:
+        is_part = any(len(secret) >= _MIN_NAMED and secret in known for known in found)
+        if not is_part and rule.accepts(secret) and (rule.kind in PERSONAL_KINDS or not _is_example(secret)):
+            found[secret] = rule.kind
+
+
+def shows(text: str, found: dict[str, str]) -> bool:
+    """Return True if a text holds a secret, or six characters of one in a row."""
+    return any(
+        secret[start : start + _SHOWN_PIECE] in text
+        for secret in found
+        for start in range(max(1, len(secret) - _SHOWN_PIECE + 1))
+    )
+
+
+def warn(findings: Sequence[Finding], others: Iterable[RowWarning]) -> list[RowWarning]:
+    """Return the other warnings about a row and those about its secrets, none of which quotes a secret."""
+    found = {finding.text: finding.kind for finding in findings}
+    kept = list(others)
+    if findings:
+        hidden = "not shown, because it quotes a secret of the row"
+        kept = [warning._replace(reason=hidden) if shows(warning.reason, found) else warning for warning in kept]
+        kept += [finding.to_warning() for finding in findings]
+        kept = [w._replace(pointer="") if shows(w.pointer, found) else w for w in kept]
+    return kept
+
+
+@dataclass(slots=True)
+class SecretCounts:
+    """Places with secrets by kind, the rows that have them, and the turns that became context because of them."""
+
+    rows: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    turns: int = 0
+
+    def count(self, findings: Sequence[Finding], num_turns: int = 0) -> None:
+        """Count the findings of a row, and its turns that are context because of them."""
+        self.rows += bool(findings)
+        self.turns += num_turns
+        for finding in findings:
+            self.kinds[finding.kind] = self.kinds.get(finding.kind, 0) + 1
+
+    def add(self, other: SecretCounts) -> None:
+        """Add the counts of other rows in place."""
+        self.rows += other.rows
+        self.turns += other.turns
+        for kind, count in other.kinds.items():
+            self.kinds[kind] = self.kinds.get(kind, 0) + count
+
+    def describe(self, is_redacted: bool) -> str:
+        """Return the counts in words, such as ``2 secrets in 1 row (github_token 2)``."""
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.kinds.items()))
+        is_personal = any(kind in PERSONAL_KINDS for kind in self.kinds)
+        noun = format_count(
+            sum(self.kinds.values()),
+            "secret or personal datum" if is_personal else "secret",
+            "secrets and personal data" if is_personal else "",
+        )
+        text = f"{noun} in {format_count(self.rows, 'row')} ({kinds})"
+        if is_redacted:
+            text += " replaced by placeholders"
+        return text + (f"; {format_count(self.turns, 'turn')} with placeholders not supervised" if self.turns else "")
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> SecretCounts:
+        """Return the counts that ``to_json`` wrote."""
+        return cls(values.get("rows", 0), dict(values.get("kinds", {})), values.get("turns", 0))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as plain values."""
+        return {"rows": self.rows, "turns": self.turns, "kinds": dict(sorted(self.kinds.items()))}
+
+
+def _is_phone_placeholder(text: str) -> bool:
+    digits = re.sub(r"\D", "", text)
+    return digits.startswith("999") if text.startswith("+") else digits.startswith(("555", "1555"))
+
+
+def normalise(text: str, kind: str) -> str:
+    """Return what is equal for all spellings of a secret."""
+    if kind == "private_key":  # with line breaks, with escaped ones, and without
+        return re.sub(r"\\+[nr]|\s", "", text)
+    if kind == "home_path":  # the user's name
+        return re.split(r"[\\/]", text)[-1].lower()
+    if kind == "phone":
+        return re.sub(r"\D", "", text)
+    return text.lower() if kind == "email" else text
+
+
+def list_forms(text: str) -> list[str]:
+    """Return how a secret is spelled in texts, in JSON, and in JSON within JSON."""
+    forms = [text]
+    for encode in (json.dumps, _JSON.encode):
+        once = encode(text)[1:-1]
+        forms += [once, encode(once)[1:-1]]
+    return forms
+
+
+def to_pattern(form: str, kind: str) -> str:
+    """Return the pattern of a spelling; a short secret is not replaced within a word."""
+    is_part = kind not in (*PERSONAL_KINDS, "basic_auth", "named_secret")
+    start = "" if is_part or not form[0].isalnum() else _START
+    return start + re.escape(form) + ("" if is_part or not form[-1].isalnum() else _END)
+
+
+def _join(conversation: Conversation) -> str:
+    """Return all texts of a conversation's messages as one, to search for anchors."""
+    texts: list[str] = []
+    for message in conversation.messages:
+        texts += [text for text in (message.content, message.reasoning, message.call_id, message.name) if text]
+        for call in message.calls:
+            texts += [call.name, call.id or "", _JSON.encode(call.arguments)]
+    if conversation.template_args:
+        texts.append(_JSON.encode(conversation.template_args))
+    return "\n".join(texts)
+
+
+def _walk(row: ParsedRow | Conversation) -> Iterator[tuple[str, str, str]]:
+    """Yield the location, the name and the text of each string of a row, which is a value's if it has a name."""
+    if isinstance(row, Conversation):
+        yield from _walk_messages(row, None, None)
+        tools, tools_pointer, tools_suffix = row.tools, "tools", ".function"
+    else:
+        yield from _walk_messages(row.conversation, row.message_pointers, row.call_pointers)
+        tools, tools_pointer, tools_suffix = row.conversation.tools, row.tools_pointer, row.tools_suffix
+    for index, tool in enumerate(tools):
+        yield from walk_value(tool.function, f"{tools_pointer}[{index}]{tools_suffix}", "")
+
+
+def _walk_messages(
+    conversation: Conversation, message_pointers: list[str] | None, call_pointers: list[CallPointer] | None
+) -> Iterator[tuple[str, str, str]]:
+    located = iter(call_pointers or ())
+    for index, message in enumerate(conversation.messages):
+        where = message_pointers[index] if message_pointers is not None else f"messages[{index}]"
+        for key, text in (("content", message.content), ("reasoning_content", message.reasoning)):
+            if text:
+                yield f"{where}.{key}", "", text
+        for key, text in (("tool_call_id", message.call_id), ("name", message.name)):
+            if text:
+                yield f"{where}.{key}", "", text
+        for number, call in enumerate(message.calls):
+            at = next(located, None) or CallPointer(
+                f"{where}.tool_calls[{number}]", f"{where}.tool_calls[{number}].function.arguments"
+            )
+            yield f"{at.call}.name", "", call.name
+            if call.id:
+                yield f"{at.call}.id", "", call.id
+            yield from walk_value(call.arguments, at.arguments, "")
+    yield from walk_value(conversation.template_args, "chat_template_kwargs", "")
+
+
+def walk_value(value: Any, pointer: str, name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the location, the name and the text of each string of a JSON value; keys have no name of their own."""
+    if isinstance(value, str):
+        yield pointer, name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{pointer}.{key}", "", key
+            yield from walk_value(item, f"{pointer}.{key}", key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from walk_value(item, f"{pointer}[{index}]", name)
