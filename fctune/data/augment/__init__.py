@@ -1,0 +1,1 @@
+"""Training rows strengthened by changed and added ones: see ``data.augment`` in a config."""

@@ -1,0 +1,128 @@
+"""Values of calls as requests say them: found in a text, replaced, taken out, and read from a schema's examples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fctune.data.conversation import Tool
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_EXAMPLES = re.compile(r"\(\s*e\.?g\.?,?:?\s*([^()]+)\)", re.IGNORECASE)
+# Examples that describe a value instead of giving one, and fragments of a list that was split at the wrong comma.
+_PLACEHOLDER = re.compile(
+    r"YYYY|MM/DD|[()\[\]{}\"]|^(?:city|state|country|region|location|age range|interests|title|name|class|ID)$|\bname$",
+    re.IGNORECASE,
+)
+_PREPOSITIONS = (
+    "about|after|around|as|at|before|between|by|called|during|for|from|in|into|named|near|of|on|over|since|titled|to|"
+    "towards|under|until|using|via|with|within"
+)
+_ARTICLE = r"(?:(?:the|my|our|a|an)\s+)?"
+_QUOTE = "[\"'“”‘’`]?"
+_LEADING = re.compile(rf"(?:\s*\b(?:{_PREPOSITIONS})\s+{_ARTICLE})?{_QUOTE}$", re.IGNORECASE)
+# Words that may follow a value whose phrase is taken out, so that the rest remains a sentence.
+_FOLLOWING = re.compile(
+    rf"{_QUOTE}(?=\s*(?:[.?!;)](?!\d)|$|,(?-i:(?=\s+[a-z]))|\s(?:{_PREPOSITIONS}|please|but|then|that|which|so|because|if|when|while)\b))",
+    re.IGNORECASE,
+)
+# "my name is X", "some X", "films directed by X" and "query: X" would lose their end, "from A to X" half of a range.
+_UNFINISHED = re.compile(
+    r"(?:[:=(,]|\b(?:is|are|was|and|or|to|be|than|the|an?|my|our|some|any|this|these|more|each|every|born|says?|\w+ed)"
+    r"|'s)$",
+    re.IGNORECASE,
+)
+_DANGLING = re.compile(r"\s+([.,?!;])")
+_MIN_WORDS_LEFT = 3
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of a text or of a name in any spelling, in lower case."""
+    return [word.lower() for word in _WORD.findall(text)]
+
+
+def say_name(name: str) -> str:
+    """Return a name as words: ``start date`` for start_date and startDate."""
+    return " ".join(split_words(name)) or name
+
+
+def say_value(value: Any) -> str:
+    """Return a value as a request says it: 3 for 3.0."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def join_words(parts: Sequence[str], conjunction: str = "and") -> str:
+    """Return an enumeration: ``a, b and c``."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {conjunction} {parts[-1]}"
+
+
+def match_value(value: Any) -> str:
+    """Return a pattern that matches a value only as a complete word: not 1 in 12, nor 5 in 2.5, nor man in woman."""
+    return rf"(?<![\w.,-]){re.escape(str(value))}(?!\w|[.,]\d)"
+
+
+def count_value(text: str, value: Any) -> int:
+    """Return how often a text says a value word for word."""
+    return len(re.findall(match_value(value), text))
+
+
+def replace_value(text: str, value: Any, new: Sequence[Any]) -> str:
+    """Replace a value by others, each in the quotes that the value is in."""
+    said = [say_value(one) for one in new]
+    for mark in ("'", '"'):
+        if f"{mark}{value}{mark}" in text:
+            return text.replace(f"{mark}{value}{mark}", join_words([f"{mark}{one}{mark}" for one in said]))
+    return re.sub(match_value(value), lambda _: join_words(said), text)
+
+
+def take_out_value(text: str, value: Any) -> str | None:
+    """Return a request without a value and the preposition before it; None if no sentence would remain.
+
+    ``What is the weather in Paris?`` becomes ``What is the weather?``. The value must be said once, in any case.
+    """
+    lower, said = text.lower(), str(value).lower()
+    if len(lower) != len(text) or lower.count(said) != 1:
+        return None
+    start = lower.index(said)
+    leading, following = _LEADING.search(text[:start]), _FOLLOWING.match(text[start + len(said) :])
+    if leading is None or following is None or not re.search(rf"\s{_QUOTE}$", text[:start]):
+        return None
+    before, after = text[: leading.start()].rstrip(), text[start + len(said) + following.end() :]
+    if not before or _UNFINISHED.search(before):
+        return None
+    left = _DANGLING.sub(r"\1", f"{before} {after.lstrip()}" if after[:1].isspace() else before + after).strip()
+    return left if len(split_words(left)) >= _MIN_WORDS_LEFT else None
+
+
+def read_examples(schema: dict[str, Any]) -> list[Any]:
+    """Return the values that a schema allows by enum or that its description gives as examples, in its type."""
+    if isinstance(schema.get("enum"), list):
+        return list(schema["enum"])
+    found = _EXAMPLES.search(str(schema.get("description", "")))
+    values: list[Any] = []
+    for part in re.split(r",\s*(?:or\s+)?|\s+or\s+", found[1]) if found else ():
+        text = part.strip().strip("'\"").strip()
+        if not text or text.startswith(("etc", "...")) or _PLACEHOLDER.search(text):
+            continue
+        try:
+            kind = schema.get("type")
+            is_number = kind == "number" and not text.isdigit()
+            value = float(text) if is_number else int(text) if kind in ("integer", "number") else text
+        except ValueError:
+            continue
+        if schema.get("type") in ("string", "integer", "number") and value not in values:
+            values.append(value)
+    return values
+
+
+def list_properties(tool: Tool) -> dict[str, Any]:
+    """Return the parameters of a tool with their schemas; empty if they are not an object of schemas."""
+    properties = tool.parameters.get("properties")
+    return {k: v for k, v in properties.items() if isinstance(v, dict)} if isinstance(properties, dict) else {}
+
+
+def list_required(tool: Tool) -> list[str]:
+    """Return the names of the parameters that a tool requires."""
+    required = tool.parameters.get("required")
+    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
