@@ -1,0 +1,264 @@
+"""One row: the teacher writes the user's messages, and answers them without seeing which calls it intended.
+
+The row is kept if every answer's calls match their schemas, agree with each other and are the intended ones.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fctune.apps.generate.plan import RowPlan
+from fctune.apps.generate.prompts import (
+    ANSWERER,
+    VERDICT_SCHEMA,
+    Turn,
+    UnusableText,
+    ask_for_request,
+    ask_for_results,
+    ask_for_verdict,
+    read_request,
+    read_results,
+    read_verdict,
+    request_schema,
+    results_schema,
+)
+from fctune.apps.generate.teacher import Asker, Dropped, Usage
+from fctune.calls.formats.base import Parsed
+from fctune.calls.matching import call_key, describe_differences, is_exact_match
+from fctune.data.check.overlap import MIN_WORDS, OverlapIndex
+from fctune.data.check.similarity import WordHasher
+from fctune.data.conversation import Call, Conversation, Message, to_encodable
+from fctune.data.conversion import to_openai_row
+from fctune.data.sources.defects import Defect
+from fctune.data.sources.reader import RowReader, UnreadRow
+from fctune.data.sources.row_builder import ParsedRow
+from fctune.data.tool_schema import ToolSet
+from fctune.engines.mcp_tools import McpTool, ToolError, call_mcp_tool
+from fctune.tasks.evaluation.held_out import read_questions
+
+_SEED_STEP = 7_919
+
+
+class HeldOut:
+    """The guard against held-out questions, for any number of threads.
+
+    Args:
+        items: Name and user turns of each held-out case, by the file that holds it.
+    """
+
+    def __init__(self, items: Mapping[str, Sequence[tuple[str, list[str]]]]):
+        self._lock = threading.Lock()
+        hasher = WordHasher()
+        self._indices = [
+            OverlapIndex(path, "eval", hasher, cases)
+            for path, cases in items.items()
+            if any(len(hasher.hash_words(text)) >= MIN_WORDS for _, texts in cases for text in texts)
+        ]
+        self._firsts = {_normalise(texts[0]) for cases in items.values() for _, texts in cases if texts}
+
+    def has(self, requests: Sequence[str]) -> bool:
+        """Return True if a user's messages are those of a held-out case, or hold half of its runs of words."""
+        if _normalise(requests[0]) in self._firsts:
+            return True
+        row = Conversation(tuple(Message("user", request) for request in requests))
+        with self._lock:
+            return any(index.add(row) for index in self._indices)
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Everything that rows are written with.
+
+    Attributes:
+        teacher: Writes and answers.
+        votes: Answers to each message that are compared.
+        judge: Reads complete rows; None: nobody does.
+        held_out: Guard against held-out questions.
+        executed: Tools that are really called, by name.
+    """
+
+    teacher: Asker
+    votes: int
+    judge: Asker | None = None
+    held_out: HeldOut = field(default_factory=lambda: HeldOut({}))
+    executed: Mapping[str, McpTool] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A row, or the reason why there is none.
+
+    Attributes:
+        plan: What was asked for.
+        verdict: ``kept``, or one of ``DROPPED``.
+        reason: Why it was dropped.
+        requests: The user's messages, as far as they were written.
+        row: The row, if it is kept.
+        usage: What it took.
+    """
+
+    plan: RowPlan
+    verdict: str = "kept"
+    reason: str = ""
+    requests: tuple[str, ...] = ()
+    row: dict[str, Any] | None = None
+    usage: Usage = field(default_factory=Usage)
+
+
+def write_row(plan: RowPlan, writer: Writer) -> Outcome:
+    """Return the row that the teacher writes to a plan, or why it fell."""
+    outcome = Outcome(plan)
+    try:
+        outcome.row = _Dialogue(plan, writer, outcome).write()
+    except (Dropped, UnusableText) as error:
+        outcome.verdict, outcome.reason = error.kind, str(error)
+    return outcome
+
+
+class _Dialogue:
+    def __init__(self, plan: RowPlan, writer: Writer, outcome: Outcome):
+        self._plan, self._writer, self._outcome = plan, writer, outcome
+        self._tools = ToolSet(plan.tools)
+        self._row = Conversation((), plan.tools)
+        self._num_asked = self._num_calls = 0
+        self._executed: set[str] = set()
+
+    def write(self) -> dict[str, Any]:
+        plan, writer = self._plan, self._writer
+        turns = read_request(self._ask(ask_for_request(plan), request_schema(plan)), plan)
+        self._outcome.requests = tuple(turn.request for turn in turns)
+        if writer.held_out.has(self._outcome.requests):
+            raise Dropped("held_out", "it is in a file of --held-out")
+        self._check(call for turn in turns for step in turn.steps[:1] for call in step)
+        for turn in turns:
+            self._answer(turn)
+        if writer.judge is not None:
+            self._hear(writer.judge)
+        return self._finish()
+
+    def _hear(self, judge: Asker) -> None:
+        """Let the judge read the row."""
+        try:
+            text = judge.ask(ask_for_verdict(self._row), VERDICT_SCHEMA, self._plan.seed, self._outcome.usage)
+            is_good, reason = read_verdict(text)
+        except (Dropped, UnusableText) as error:
+            raise Dropped(error.kind if error.kind == "budget" else "judge_failed", str(error)) from None
+        if not is_good:
+            raise Dropped("judged_bad", reason)
+
+    def _answer(self, turn: Turn) -> None:
+        """Add a turn of the user, and all that the assistant and the tools say to it."""
+        self._add(Message("user", to_encodable(turn.request)))
+        for number, intended in enumerate(turn.steps):
+            calls = self._vote(intended, has_arguments=number == 0).calls
+            self._num_calls += len(calls)
+            first = self._num_calls - len(calls) + 1
+            calls = tuple(replace(call, id=f"call_{first + i}") for i, call in enumerate(calls))
+            self._add(Message("assistant", None, calls))
+            for call, result in zip(calls, self._find_results(calls), strict=True):
+                self._add(Message("tool", to_encodable(result), call_id=call.id, name=call.name))
+        # What is said after results is worded once; whether a first answer calls anything is voted on.
+        said = self._vote((), has_arguments=True, num_votes=1 if turn.steps else self._writer.votes)
+        self._add(Message("assistant", to_encodable(said.prose.strip())))
+
+    def _vote(self, intended: Sequence[Call], has_arguments: bool, num_votes: int | None = None) -> Parsed:
+        """Return the first of several answers, which agree with each other and with what was intended.
+
+        Args:
+            intended: The calls that are due; none: a text is.
+            has_arguments: Their arguments are known; otherwise only their names are.
+            num_votes: Number of answers; None: as many as the writer asks for.
+        """
+        first: Parsed | None = None
+        for _ in range(num_votes or self._writer.votes):
+            answer = self._writer.teacher.answer(ANSWERER, self._row, self._next_seed(), self._outcome.usage)
+            self._check(answer.calls)
+            if first is None:
+                _compare(intended, answer.calls, has_arguments)
+                first = answer
+            elif not is_exact_match(first.calls, answer.calls):
+                raise Dropped("disagreement", "; ".join(describe_differences(first.calls, answer.calls)))
+            if not answer.calls and not answer.prose.strip():
+                raise Dropped("garbage", "an empty answer")
+        assert first is not None
+        return first
+
+    def _check(self, calls: Any) -> None:
+        for call in calls:
+            # The tool that is missing in the row was on offer to the teacher that wrote the request.
+            if problems := self._tools.find_errors(call):
+                raise Dropped("invalid_call", "; ".join(problems))
+
+    def _find_results(self, calls: Sequence[Call]) -> list[str]:
+        """Return the results of calls: of really called tools, and of the others as the teacher imagines them."""
+        results: dict[str | None, str] = {}
+        for call in calls:
+            if (tool := self._writer.executed.get(call.name)) is not None:
+                try:
+                    results[call.id] = call_mcp_tool(tool, call)
+                except ToolError as error:
+                    raise Dropped("execution_failed", str(error)) from None
+                self._executed.add(call.name)
+        imagined = [call for call in calls if call.id not in results]
+        if imagined:
+            text = self._ask(ask_for_results(self._row, imagined), results_schema(len(imagined)))
+            for call, result in zip(imagined, read_results(text, len(imagined)), strict=True):
+                results[call.id] = result
+        return [results[call.id] for call in calls]
+
+    def _finish(self) -> dict[str, Any]:
+        """Return the row with its provenance, if it is read back as it is."""
+        plan, writer = self._plan, self._writer
+        row = to_openai_row(self._row)
+        read = RowReader("openai").read(UnreadRow("generated", 0, json.dumps(row).encode()))
+        if not isinstance(read, ParsedRow):
+            raise Dropped("invalid_row", read.reason if isinstance(read, Defect) else "its reader leaves it out")
+        if to_openai_row(read.conversation)["messages"] != row["messages"]:
+            raise Dropped("invalid_row", "it is read back as another conversation")
+        made: dict[str, Any] = {
+            "teacher": writer.teacher.engine.model,
+            "kind": plan.kind,
+            "seed": plan.seed,
+            "index": plan.index,
+            "votes": writer.votes,
+        }
+        if writer.judge is not None:
+            made["judge"] = writer.judge.engine.model
+        if self._executed:
+            made["executed"] = sorted(self._executed)
+        return {**row, "metadata": {"generated": made}}
+
+    def _ask(self, messages: Sequence[Message], schema: Mapping[str, Any]) -> str:
+        return self._writer.teacher.ask(messages, schema, self._next_seed(), self._outcome.usage)
+
+    def _next_seed(self) -> int:
+        self._num_asked += 1
+        return (self._plan.seed + _SEED_STEP * self._num_asked) % 2**31
+
+    def _add(self, message: Message) -> None:
+        self._row = replace(self._row, messages=(*self._row.messages, message))
+
+
+def _compare(intended: Sequence[Call], calls: Sequence[Call], has_arguments: bool) -> None:
+    """Compare the calls of an answer with those that are due.
+
+    Raises:
+        Dropped: They differ.
+    """
+    if has_arguments:
+        is_same = is_exact_match(intended, calls)
+    else:
+        is_same = Counter(call.name for call in intended) == Counter(call.name for call in calls)
+    if not is_same:
+        raise Dropped("other_calls", "; ".join(describe_differences(intended, calls)))
+    if len({call_key(call) for call in calls}) < len(calls):
+        raise Dropped("other_calls", "one call is made twice")
+
+
+def _normalise(text: str) -> str:
+    return " ".join(read_questions([Message("user", text)])).casefold()

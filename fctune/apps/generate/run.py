@@ -1,0 +1,259 @@
+"""A run: rows are asked for in waves until each kind has its number, and each outcome is logged as it is known.
+
+A wave's kinds depend on the outcomes of the waves before it, and outcomes count in the order of their plans. So the
+rows do not depend on the number of concurrent requests, and a killed run resumes with its log alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fctune.apps.generate.dialogue import Outcome, Writer, write_row
+from fctune.apps.generate.plan import Planner, RowPlan
+from fctune.apps.generate.teacher import SERVER_FAILURES, Budget, Usage
+from fctune.base.errors import ConfigError, Interrupted
+from fctune.base.files import write_atomically
+from fctune.data.check.similarity import SeenTexts, WordHasher
+from fctune.tasks.evaluation.results import ResultsFile
+
+Ending = Literal["complete", "budget", "unusable", "unreachable", "exhausted"]
+
+WAVE = 64
+_PATIENCE = 16  # outcomes after which a teacher that gave nothing is given up
+# A kind gets at most this many plans for each row of it, and a few more.
+_PLANS_PER_ROW = 4
+_MORE_PLANS = 8
+_NOT_THE_KINDS_FAULT = SERVER_FAILURES | {"budget"}
+
+
+@dataclass(slots=True)
+class Report:
+    """Counts of a run, those of earlier runs into the same file included.
+
+    Attributes:
+        wanted: Rows of each kind.
+        kept: Rows that were kept, in order.
+        verdicts: Number of outcomes by kind of row and verdict, ``kept`` included.
+        fallen: Log rows of dropped outcomes.
+        usage: What all requests took.
+        ending: Why the run ended.
+        problem: The commonest reason, if the teacher was given up.
+    """
+
+    wanted: dict[str, int]
+    kept: list[dict[str, Any]] = field(default_factory=list)
+    verdicts: dict[str, Counter[str]] = field(default_factory=dict)
+    fallen: list[dict[str, Any]] = field(default_factory=list)
+    usage: Usage = field(default_factory=Usage)
+    ending: Ending = "complete"
+    problem: str = ""
+
+    @property
+    def asked(self) -> int:
+        """Number of rows that the teacher was asked for: those kept and those dropped."""
+        return sum(counts.total() for counts in self.verdicts.values())
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Number of dropped rows by reason."""
+        total = sum(self.verdicts.values(), Counter[str]())
+        del total["kept"]
+        return total
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as JSON."""
+        return {
+            "asked": self.asked,
+            "kept": len(self.kept),
+            "dropped": dict(self.dropped),
+            "kinds": {kind: {"wanted": wanted, **self.verdicts.get(kind, {})} for kind, wanted in self.wanted.items()},
+            "usage": asdict(self.usage),
+            "ending": self.ending,
+            "problem": self.problem,
+        }
+
+
+def generate_rows(
+    planner: Planner,
+    writer: Writer,
+    budget: Budget,
+    num_rows: int,
+    out: Path,
+    *,
+    concurrency: int = 16,
+    settings: Mapping[str, Any] | None = None,
+    is_fresh: bool = False,
+    on_outcome: Callable[[Report], None] = lambda report: None,
+) -> Report:
+    """Write rows to a file, and return what became of all that were asked for.
+
+    The log, with its settings and summary, is in a directory next to the file. At the end, whatever ended the run, the
+    file has the rows that were kept.
+
+    Args:
+        planner: Plans the rows.
+        writer: Writes them.
+        budget: Limits of the requests.
+        num_rows: Rows to keep.
+        out: JSONL file to write.
+        concurrency: Rows that are written at the same time.
+        settings: Everything else that the rows depend on.
+        is_fresh: Discard what earlier runs wrote.
+        on_outcome: Called with the report after each row.
+
+    Raises:
+        ConfigError: The file has rows of other settings or of something else, or a server refuses every request.
+        Interrupted: Ctrl-C.
+    """
+    results = ResultsFile(log_path(out))
+    if out.exists() and not results.path.exists() and not is_fresh:
+        raise ConfigError(
+            f"--out {out}: exists, and no run of this command has written it. Pass --fresh to replace it."
+        )
+    run = _Run(planner, writer, budget, results, planner.split(num_rows), on_outcome)
+    logged = results.start({"num": num_rows, **(settings or {})}, is_fresh)
+    try:
+        run.run(concurrency, logged)
+    except KeyboardInterrupt:
+        kept = len(run.report.kept)
+        raise Interrupted(f"{kept:,} rows in {out}; run the same command to resume") from None
+    finally:
+        budget.is_stopped = True
+        results.close()
+        _write_rows(out, run.report.kept)
+        results.write_summary(run.report.to_json())
+        results.release()
+    return run.report
+
+
+def log_path(out: Path) -> Path:
+    """Return the log of the run that writes a file."""
+    return out.with_suffix(".generate") / "log.jsonl"
+
+
+class _Run:
+    def __init__(
+        self,
+        planner: Planner,
+        writer: Writer,
+        budget: Budget,
+        results: ResultsFile,
+        wanted: dict[str, int],
+        on_outcome: Callable[[Report], None],
+    ):
+        self._planner, self._writer, self._budget, self._results = planner, writer, budget, results
+        self._on_outcome = on_outcome
+        self._seen = SeenTexts(WordHasher())
+        self._new: list[str] = []  # verdicts of this run
+        self.report = Report(wanted)
+
+    def run(self, concurrency: int, logged: Mapping[str, Mapping[str, Any]]) -> None:
+        """Ask for rows until the run ends; sets how it ended in the report."""
+        for row in logged.values():
+            self._budget.used.add(Usage(**row["usage"]))
+        pool = ThreadPoolExecutor(concurrency, thread_name_prefix="generate")
+        index = wave = 0
+        try:
+            while missing := self._find_missing():
+                kinds = self._planner.choose_kinds(missing, min(WAVE, sum(missing.values())), wave)
+                plans = [self._planner.plan(index + i, kind) for i, kind in enumerate(kinds)]
+                if (ending := self._run_wave(pool, plans, logged)) is not None:
+                    self.report.ending = ending
+                    return
+                index, wave = index + len(plans), wave + 1
+            if any(self._count_kept(kind) < wanted for kind, wanted in self.report.wanted.items()):
+                self.report.ending = "exhausted"
+        finally:
+            self._budget.is_stopped = True
+            for asker in (self._writer.teacher, self._writer.judge):
+                if asker is not None:
+                    asker.engine.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _find_missing(self) -> dict[str, int]:
+        """Return the rows that each kind still lacks, without kinds that have used up their plans."""
+        missing = {}
+        for kind, wanted in self.report.wanted.items():
+            verdicts = self.report.verdicts.get(kind, Counter())
+            num_plans = sum(count for verdict, count in verdicts.items() if verdict not in _NOT_THE_KINDS_FAULT)
+            if verdicts["kept"] < wanted and num_plans < _PLANS_PER_ROW * wanted + _MORE_PLANS:
+                missing[kind] = wanted - verdicts["kept"]
+        return missing
+
+    def _count_kept(self, kind: str) -> int:
+        return self.report.verdicts.get(kind, Counter())["kept"]
+
+    def _run_wave(
+        self, pool: ThreadPoolExecutor, plans: Sequence[RowPlan], logged: Mapping[str, Mapping[str, Any]]
+    ) -> Ending | None:
+        """Take the outcomes of plans from the log or the teacher; returns how the run ends, None if it goes on."""
+        futures: dict[int, Future[Outcome]] = {
+            plan.index: pool.submit(write_row, plan, self._writer) for plan in plans if str(plan.index) not in logged
+        }
+        for plan in plans:
+            if (row := logged.get(str(plan.index))) is not None:
+                self._count(dict(row))
+                continue
+            outcome = futures[plan.index].result()
+            if outcome.verdict == "budget" and not outcome.usage.requests:
+                continue  # the teacher was not asked
+            if outcome.verdict == "kept" and (earlier := self._seen.add(" ".join(outcome.requests))) is not None:
+                outcome.verdict, outcome.reason = "near_duplicate", f"of the request of kept row {earlier + 1}"
+            line = _to_log(outcome)
+            self._results.append(line)
+            self._count(line, is_new=True)
+            self._on_outcome(self.report)
+            if (ending := self._judge_teacher()) is not None:
+                return ending
+        return "budget" if futures and self._budget.spent is not None and self._find_missing() else None
+
+    def _count(self, line: dict[str, Any], is_new: bool = False) -> None:
+        report = self.report
+        report.verdicts.setdefault(line["category"], Counter())[line["verdict"]] += 1
+        report.usage.add(Usage(**line["usage"]))
+        if line["verdict"] == "kept":
+            report.kept.append(line["row"])
+        else:
+            report.fallen.append(line)
+        if is_new:
+            self._new.append(line["verdict"])
+        elif line["verdict"] == "kept":
+            self._seen.add(" ".join(line["requests"]))
+
+    def _judge_teacher(self) -> Ending | None:
+        """Return the ending for a teacher that has given nothing in this run, or does not answer any more."""
+        if len(self._new) < _PATIENCE:
+            return None
+        is_gone = SERVER_FAILURES.issuperset(self._new[-_PATIENCE:])
+        if not is_gone and "kept" in self._new:
+            return None
+        recent = self.report.fallen[-_PATIENCE:]
+        verdict, count = Counter(line["verdict"] for line in recent).most_common(1)[0]
+        reason = next(line["reason"] for line in reversed(recent) if line["verdict"] == verdict)
+        self.report.problem = f"{verdict}, {count} of the last {len(recent)}: {reason}"
+        return "unreachable" if is_gone else "unusable"
+
+
+def _to_log(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "id": str(outcome.plan.index),
+        "category": outcome.plan.kind,
+        "verdict": outcome.verdict,
+        "reason": outcome.reason,
+        "requests": list(outcome.requests),
+        "usage": asdict(outcome.usage),
+        "row": outcome.row if outcome.verdict == "kept" else None,
+    }
+
+
+def _write_rows(out: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    try:
+        write_atomically(out, "".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}).") from None

@@ -1,0 +1,110 @@
+"""The values that rows are planned with, and the schemas that hold a teacher to them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from fctune.apps.generate.kinds import KINDS
+from fctune.apps.generate.plan import Planner, RowPlan
+from fctune.apps.generate.prompts import UnusableText, read_request, request_schema
+from fctune.apps.generate.values import draw_arguments
+from fctune.data.conversation import Tool
+from tests.conftest import ROOT
+
+HARBOUR = [
+    Tool(function) for function in yaml.safe_load((ROOT / "benchmarks/generate/held_out.yaml").read_text())["tools"]
+]
+MADE_UP = {"string": "Ondine", "number": 12.5, "integer": 3}
+
+
+def test_drawn_values_are_valid_and_cover_the_schema() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "port": {"type": "string", "enum": ["Skarvik", "Lunde", "Holmen"]},
+            "day": {"type": "string", "description": "Day as YYYY-MM-DD"},
+            "at": {"type": "string", "description": "24-hour clock as HH:MM"},
+            "berth": {"type": "string", "description": "Pier and number, such as C14"},
+            "code": {"type": "string", "pattern": "^X-[0-4]+$", "examples": ["X-123"]},
+            "nights": {"type": "integer", "minimum": 1, "maximum": 3},
+            "share": {"type": "number", "minimum": 0, "maximum": 1},
+            "loud": {"type": "boolean"},
+            "name": {"type": "string", "description": "Name of the boat"},
+            "litres": {"type": "number", "exclusiveMinimum": 0},
+        },
+        "required": ["port", "day", "at", "berth", "code", "nights", "share", "loud", "name", "litres"],
+    }
+    rng = random.Random(0)
+    drawn = [draw_arguments(Tool({"name": "x", "parameters": schema}), rng) for _ in range(300)]
+    seen: dict[str, Counter[Any]] = {}
+    for arguments in drawn:
+        jsonschema.validate(arguments, {**schema, "required": []})
+        for name, value in arguments.items():
+            seen.setdefault(name, Counter())[value] += 1
+    assert {"name", "litres"}.isdisjoint(seen), "the teacher makes them up"
+    assert seen["port"].keys() == {"Skarvik", "Lunde", "Holmen"}
+    assert seen["nights"].keys() == {1, 2, 3}
+    assert seen["loud"].keys() == {True, False}
+    assert all(re.fullmatch(r"[A-Z]\d\d", berth) for berth in seen["berth"])
+    assert 0 < seen["code"].total() < 300, "examples with other digits that break the pattern are left to the teacher"
+    assert len(seen["day"]) > 200
+
+
+def write_answer(plan: RowPlan) -> dict[str, Any]:
+    """Return what a teacher would write to a plan that keeps to it."""
+    tools = {tool.name: tool for tool in (*plan.tools, *plan.targets, *([plan.hidden] if plan.hidden else []))}
+    calls = []
+    for call in plan.calls:
+        properties = tools[call.name].parameters["properties"]
+        missing = [name for name in tools[call.name].parameters["required"] if name not in call.arguments]
+        made_up = {name: MADE_UP[properties[name]["type"]] for name in missing}
+        calls.append({"name": call.name, "arguments": {**call.arguments, **made_up}})
+    asked, silent = {"steps": [calls], "request": "please"}, {"steps": [], "request": "hello"}
+    match "one_call" if plan.hidden is not None else plan.kind:
+        case "one_call" | "several_calls" | "repeated_tool":
+            return {"turns": [asked]}
+        case "multi_turn":
+            return {"turns": [asked, silent]}
+        case "missing_value":
+            return {"turns": [silent, asked]}
+        case "dependent_calls":
+            later = [{"name": plan.tools[0].name, "arguments": {}}]
+            first = {"name": "get_booking", "arguments": {"booking_id": "HB-1"}}
+            name = "get_booking" if "get_booking" in tools else None
+            return {"turns": [{"steps": [[first] if name else calls, later], "request": "both"}]}
+    return {"turns": [silent]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_schema_of_a_kind_allows_what_is_read_as_that_kind_and_nothing_less(kind: str) -> None:
+    planner = Planner(HARBOUR, None, seed=3, max_tools=5)
+    for index in range(40):
+        plan = planner.plan(index, kind)
+        schema, answer = request_schema(plan), write_answer(plan)
+        jsonschema.Draft202012Validator.check_schema(schema)
+        jsonschema.validate(answer, schema)
+        jsonschema.validate({"refuse": "no"}, schema)
+        assert read_request(json.dumps(answer), plan)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"turns": []}, schema)
+        if drawn := [(i, name) for i, call in enumerate(plan.calls) for name in call.arguments]:
+            turns = [turn for turn in answer["turns"] if turn["steps"]]
+            if turns and kind != "dependent_calls":
+                i, name = drawn[0]
+                turns[0]["steps"][0][i]["arguments"][name] = "another"
+                with pytest.raises(jsonschema.ValidationError):
+                    jsonschema.validate(answer, schema)
+
+
+def test_a_request_of_another_kind_is_unusable() -> None:
+    plan = Planner(HARBOUR, None, seed=0, max_tools=5).plan(0, "one_call")
+    with pytest.raises(UnusableText, match="not those of one_call"):
+        read_request(json.dumps({"turns": [{"steps": [], "request": "hello"}]}), plan)

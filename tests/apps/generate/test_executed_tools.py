@@ -1,0 +1,77 @@
+"""Tools of a real MCP server: only those that it declares read-only and that the user names are called."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp_types import Tool, ToolAnnotations
+
+from tests.apps.generate.commands import generate, read_rows, read_summary
+from tests.apps.generate.scripted_teacher import TOOLS, Teacher, serve_teacher
+from tests.engines.mcp_server import serve_tools
+
+ANNOTATIONS = {
+    "get_weather": ToolAnnotations(read_only_hint=True),
+    "find_user": ToolAnnotations(read_only_hint=True, destructive_hint=True),
+    "send_note": ToolAnnotations(read_only_hint=False),
+}
+LISTED = [
+    Tool(
+        name=tool["name"],
+        description=tool["description"],
+        input_schema=tool["parameters"],
+        annotations=ANNOTATIONS.get(tool["name"]),
+    )
+    for tool in TOOLS
+]
+
+
+def test_a_named_read_only_tool_is_called_and_no_other(tmp_path: Path) -> None:
+    called = Counter[str]()
+
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        called[name] += 1
+        return json.dumps({"weather_of": arguments["city"], "degrees": 21})
+
+    out = tmp_path / "rows.jsonl"
+    with serve_tools(LISTED, call) as url, serve_teacher(Teacher()) as log:
+        options = ["--execute", "get_weather", "--kinds", "one_call,repeated_tool"]
+        assert generate(log.url, url, out, *options, num=16) == 0
+    assert set(called) == {"get_weather"}
+    num_results = 0
+    for row in read_rows(out):
+        names = {call["function"]["name"] for m in row["messages"] for call in m.get("tool_calls", ())}
+        assert row["metadata"]["generated"].get("executed", []) == sorted(names & {"get_weather"})
+        for message in row["messages"]:
+            if message["role"] == "tool":
+                is_real = "weather_of" in message["content"]
+                assert is_real == ("get_weather" in names)
+                num_results += is_real
+    assert num_results == called["get_weather"] > 4
+
+
+def test_a_call_that_fails_drops_its_row(tmp_path: Path) -> None:
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        if arguments["city"] < "e":
+            raise ValueError("no such city")
+        return json.dumps({"sky": "sunny"})
+
+    out = tmp_path / "rows.jsonl"
+    with serve_tools(LISTED[:1], call) as url, serve_teacher(Teacher()) as log:
+        assert generate(log.url, url, out, "--execute", "get_weather", "--kinds", "one_call", num=12) == 0
+    assert read_summary(out)["dropped"]["execution_failed"] >= 1
+
+
+@pytest.mark.parametrize("name", ["send_note", "find_user", "set_alarm"])
+def test_a_tool_that_is_not_read_only_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        raise AssertionError("a tool was called")
+
+    with serve_tools(LISTED, call) as url, serve_teacher(Teacher()) as log:
+        assert generate(log.url, url, tmp_path / "rows.jsonl", "--execute", name) == 2
+        assert not log.bodies
+    assert f"--execute {name}: its server does not declare it read-only" in capsys.readouterr().err
