@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 from fctune.calls.formats.base import Malformed, Parsed
 from fctune.calls.matching import align, count_equal_arguments, describe_differences, is_exact_match
@@ -17,6 +17,7 @@ ErrorKind = Literal[
     "wrong_count",
     "missed_call",
     "false_call",
+    "wrong_answer",
     "malformed",
     "no_answer",
     "not_judged",
@@ -51,10 +52,16 @@ class BenchmarkVerdict(NamedTuple):
     """A benchmark's own verdict, reported next to ours; ``reason`` is why the answer is not valid.
 
     The benchmark compares more loosely than the strict typed match, and does not count a malformed call as a call.
+    ``details`` are further JSON values that the benchmark's figures are made of; None if it judges calls only.
     """
 
     valid: bool
     reason: str
+    details: Mapping[str, Any] | None = None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the verdict as a result row holds it."""
+        return {"valid": self.valid, "reason": self.reason, **(self.details or {})}
 
 
 class Judgement(NamedTuple):
@@ -126,7 +133,7 @@ def judge_error(failure: Judgement, error: Exception) -> Judgement:
         error: What judging raised.
     """
     reason = f"could not be judged: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    benchmark = None if failure.benchmark is None else BenchmarkVerdict(False, reason)
+    benchmark = None if failure.benchmark is None else failure.benchmark._replace(valid=False, reason=reason)
     return Judgement(failure.outcome._replace(verdict="not_judged"), reason, (reason,), benchmark)
 
 

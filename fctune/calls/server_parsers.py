@@ -10,9 +10,9 @@ from typing import Any
 
 from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.base import SERVERS
-from fctune.calls.formats.registry import detect_format
 from fctune.calls.reasoning.base import ReasoningFormat
 from fctune.calls.reasoning.registry import detect_reasoning
+from fctune.calls.response_template import DeclaredFormat, find_call_format
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message
 
@@ -39,13 +39,16 @@ def find_server_parsers(
     Raises:
         DataError: The call format of the template is unknown.
     """
-    call_format = detect_format(template.source)
+    call_format = find_call_format(template)
     reasoning_format = detect_reasoning(template.source)
     if has_reasoning is False and reasoning_format is not None and not reasoning_format.is_in_every_answer:
         switches = template.template_args if template_args is None else template_args
         is_off = template.reasoning.switch is not None and switches.get(template.reasoning.switch) is False
         if not is_off and not _marks_answers(template, reasoning_format):
             reasoning_format = None
+    if isinstance(call_format, DeclaredFormat):  # vLLM combines its parser of thinking with no other
+        names = (call_format.vllm_parser, call_format.vllm_parser if call_format.has_thinking else None)
+        return {"vllm": dict(zip(_KEYS, names, strict=True)), "sglang": dict.fromkeys(_KEYS)}
     return {
         server: {
             "tool_call_parser": call_format.get_server_parser(server),

@@ -54,7 +54,7 @@ def assert_reads_back(call_format: CallFormat, calls: list[Call], tools: tuple[T
 
 
 @needs_wheel
-@each_reading
+@pytest.mark.parametrize("lenient", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["strict", "lenient"])
 @each_format
 def test_every_gold_call_is_read_back_unchanged(call_format: CallFormat, lenient: bool) -> None:
     cases = list(python_cases())
@@ -106,12 +106,12 @@ def calls_with_tools(draw: st.DrawFn) -> tuple[list[Call], tuple[Tool, ...]]:
     return calls, tuple(tools)
 
 
-@each_format
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(drawn=calls_with_tools())
-def test_any_call_is_read_back_unchanged(call_format: CallFormat, drawn: tuple[list[Call], tuple[Tool, ...]]) -> None:
+def test_any_call_is_read_back_unchanged_in_every_format(drawn: tuple[list[Call], tuple[Tool, ...]]) -> None:
     calls, tools = drawn
-    assert_reads_back(call_format, calls, tools, lenient=False)
+    for call_format in FORMATS.values():  # drawing takes longer than reading
+        assert_reads_back(call_format, calls, tools, lenient=False)
 
 
 @pytest.mark.real_data
@@ -260,6 +260,13 @@ def test_parallel_calls_are_rendered_as_by_a_template_and_read_from_its_renderin
         ("{% for c in tool_calls %}{{ '<｜DSML｜ calls>' }}", "deepseek_v41"),
         ("{{ '<atem:function_calls>\\n<atem:invoke name=\"' + c.name }}", "muse"),
         ("[SYSTEM_PROMPT]{{ '[TOOL_CALLS]' + c.name + '[ARGS]' + arguments }}", "mistral_v13"),
+        ("{{ '<seed:tool_call>\\n<function=' + c.name + '>\\n<parameter=' + key + '>' }}", "seed_oss"),
+        ("{{ '<response>' }}{{ '<tool_call>\\n{\"name\": ' }}{{ c.arguments }}", "ernie45"),
+        ("{{ '<longcat_tool_call>\\n' + {'arguments': a}|tojson }}", "longcat"),
+        ("{{ '<|bom|><tool_calls>[' }}", "jamba"),
+        ("{{ '<|extra_0|><tool_calls>' }}", "hunyuan_a13b"),
+        ("{{ '<dots_function_call>\\n<invoke name=\"' + c.name }}", "dots"),
+        ("{{ '<|tools_prefix|>[' }}", "apertus"),
     ],
 )  # fmt: skip
 def test_the_format_is_detected_from_the_marks_in_a_template(template: str, name: str) -> None:
@@ -524,6 +531,20 @@ ATEM = (
         ("cohere", COHERE.replace("tool_name", "name"), "unknown key 'name'", F1),
         ("cohere", COHERE.replace("parameters", "arguments"), "unknown key 'arguments'", F1),
         ("cohere", "<|START_ACTION|>[]<|END_ACTION|>", (), "no call after"),
+        ("apertus", 'Yes. <|tools_prefix|>[{"f": {"a": 1}}]<|tools_suffix|>', F1, F1),
+        ("apertus", '<|tools_prefix|>[{"f": {"a": 1}}]', "not closed by", F1),
+        ("apertus", '<|tools_prefix|>[{"f": {"a": 1}, "g": {}}]<|tools_suffix|>', "expected an object", "expected an"),
+        ("apertus", '<|tools_prefix|>[{"f": [1]}]<|tools_suffix|>', "f: expected an object", "no call after"),
+        ("jamba", '<tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>', F1, F1),
+        ("hunyuan_a13b", '<tool_calls>[{"name": "f", "arguments": {"a": 1}}]', "not closed by", F1),
+        ("ernie45", f"<response>\nSure.\n</response>\n{HERMES}\n", F1, F1),
+        ("longcat", HERMES.replace("tool_call>", "longcat_tool_call>"), F1, F1),
+        ("longcat", HERMES, (), F1),
+        ("seed_oss", "<seed:tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</seed:tool_call>",
+         F1, F1),
+        ("seed_oss", "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", (), F1),
+        ("dots", MINIMAX.replace("minimax:tool_call", "dots_function_call"), F1, F1),
+        ("dots", MINIMAX, "not opened by", F1),
     ],
 )  # fmt: skip
 def test_the_strict_and_the_lenient_result(name: str, text: str, strict: Any, lenient: Any) -> None:
@@ -655,7 +676,7 @@ _MARKS = re.compile(
         r"<\|/tool_call\|>", r"<\|tool_calls_section_(?:begin|end)\|>", "functools(?:\\[)?", "</?TOOLCALL>",
         r"<\|(?:START|END)_ACTION\|>", "</?code>", r"\[\]", ";", r"\s",
         "</?｜DSML｜ ?(?:function_|tool_)?calls>", "</?(?:minimax:tool_call|atem:function_calls)>",
-        r"<\|eo[mt]\|>",
+        r"<\|eo[mt]\|>", "</?(?:tool_calls|dots_function_call|response)>", r"<\|tools_(?:prefix|suffix)\|>",
     ])
 )  # fmt: skip
 
@@ -726,13 +747,13 @@ def cpu_time(call_format: CallFormat, text: str, lenient: bool) -> float:
     return time.process_time() - begun
 
 
-@each_reading
+@pytest.mark.parametrize("lenient", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["strict", "lenient"])
 @each_format
 def test_four_times_the_text_takes_four_times_as_long(call_format: CallFormat, lenient: bool) -> None:
     """Twice as much is allowed for; quadratic time would be sixteen times as long."""
     for opening, end in OPENINGS:
-        short, long = (opening * (size // len(opening)) + end for size in (24_000, 96_000))
-        if cpu_time(call_format, long, lenient) > 0.03:
+        short, long = (opening * (size // len(opening)) + end for size in (8_000, 32_000))
+        if cpu_time(call_format, long, lenient) > 0.005:
             ratios = [cpu_time(call_format, long, lenient) / cpu_time(call_format, short, lenient) for _ in range(3)]
             assert min(ratios) < 8, (opening, end[:5])
 
@@ -796,7 +817,7 @@ def test_5_mb_of_noise_are_parsed_in_time(call_format: CallFormat) -> None:
 # Formats that write a name as a JSON string, which holds anything.
 JSON_NAMES = (
     "hermes", "llama3_json", "mistral_v3", "mistral_v7", "xlam", "granite3", "glaive", "phi4_mini", "functools",
-    "nemotron_list", "cohere", "llama4_json",
+    "nemotron_list", "cohere", "llama4_json", "ernie45", "longcat", "apertus", "jamba", "hunyuan_a13b",
 )  # fmt: skip
 
 

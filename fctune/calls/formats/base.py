@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 from fctune.base.forward_search import ForwardSearch
 from fctune.base.json_reader import MAX_DEPTH, is_deeper_than, reading_like_python, reads_like_python
 from fctune.calls.formats.call_objects import find_bare_calls
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings
 from fctune.data.conversation import Call, Tool
 
 Server = Literal["vllm", "sglang"]
@@ -214,9 +215,11 @@ class CallFormat(TemplateFormat):
 
     Attributes:
         aliases: Model families and datasets that write the format, accepted in place of its name.
+        response_note: What ``describe_response`` cannot express: calls that its reader refuses, or the complete format.
     """
 
     aliases: ClassVar[tuple[str, ...]] = ()
+    response_note: ClassVar[str] = ""
 
     @abstractmethod
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
@@ -230,6 +233,19 @@ class CallFormat(TemplateFormat):
         Raises:
             DataError: The format cannot express a call.
         """
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the fields of transformers' ``response_template`` that read the format: calls, and others it needs.
+
+        A reader of them gives the calls that ``parse`` gives, or an error for those in ``response_note``.
+
+        Args:
+            around: Patterns of the chat template.
+
+        Returns:
+            The fields by name; None if the schema cannot express the format.
+        """
+        return None
 
     def parse(self, text: str, tools: Sequence[Tool] = (), lenient: bool = False) -> Parsed:
         """Split a model's text into calls, malformed spans and prose.

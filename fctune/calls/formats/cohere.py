@@ -9,6 +9,7 @@ from typing import Any
 from fctune.calls.formats.base import TemplateSignature
 from fctune.calls.formats.call_objects import to_call
 from fctune.calls.formats.json_calls import MarkedListFormat, dump_json
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings
 from fctune.data.conversation import Call
 
 _NAMES = {"tool_name": "name", "tool_call_id": "id"}
@@ -28,7 +29,13 @@ class Cohere(MarkedListFormat):
     sglang_parser = "cohere_command4"
     _mark, _closing = "<|START_ACTION|>", "<|END_ACTION|>"
     _arguments_key = "parameters"
+    _response_keys = ("tool_name", "parameters")
     _call_start = re.compile(r"""\{\s*["'](?:tool_call_id|tool_name|name|arguments|parameters)["']\s*:""")
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the fields of the list and of the marked answer."""
+        answer = {"open": "<|START_RESPONSE|>", "close": "<|END_RESPONSE|>", "content": "text"}
+        return {**(super().describe_response(around) or {}), "content": answer}
 
     def _render_list(self, calls: Sequence[Call]) -> str:
         objects = (

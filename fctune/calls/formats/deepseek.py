@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, require_name
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, named_call
 from fctune.calls.formats.section_calls import SectionFormat
 from fctune.data.conversation import Call, Tool
 
@@ -37,10 +38,21 @@ class DeepSeekV31(SectionFormat):
     _separator = ""
     _head = re.compile(rf"\s*+{_NAME_GROUP}<｜tool▁sep｜>")
     _tail = re.compile(r"\s*<｜tool▁call▁end｜>")
+    _response_type, _response_fences = "", ("", "")
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return all calls between one pair of marks."""
         return _OPEN + self._separator.join(map(self._render_call, calls)) + _CLOSE if calls else ""
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the calls of a section."""
+        before, after = self._response_fences
+        separator = "" if self._response_type else _SEPARATOR
+        marks = {
+            "open_pattern": rf"\s*(?:{_OPEN})?\s*{_CALL}{self._response_type}(?P<name>[^\n<>{{`]+){separator}{before}",
+            "close_pattern": rf"(?<=\}}\s*){after}\s*{_CALL_END}(?:\s*{_CLOSE})?",
+        }
+        return {"tool_calls": named_call(marks)}
 
     def _render_call(self, call: Call) -> str:
         name, arguments = require_name(call.name, _NAME), dump_json(call.arguments, call.name)
@@ -82,6 +94,7 @@ class DeepSeekV3(DeepSeekV31):
     _separator = "\n"
     _head = re.compile(rf"function<｜tool▁sep｜>{_NAME_GROUP}\n```json\n")
     _tail = re.compile(r"\s*```\s*<｜tool▁call▁end｜>")
+    _response_type, _response_fences = f"function{_SEPARATOR}", (r"\n```json\n", r"\s*```")
 
     def _render_call(self, call: Call) -> str:
         name, arguments = require_name(call.name, _NAME), dump_json(call.arguments, call.name)

@@ -10,6 +10,7 @@ from fctune.base.errors import DataError
 from fctune.base.json_reader import MAX_DEPTH, ParseError, decode_json
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, require_name
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, named_call
 from fctune.data.conversation import Call, Tool
 
 _NAME = re.compile(r"[^\s{}()<>]+")
@@ -29,6 +30,7 @@ class _GemmaFormat(CallFormat):
     The mark cannot be escaped, so a string that contains it is refused.
     """
 
+    response_note = "keys of other characters than letters, digits and _"
     _open: str
     _close: str
     _quote: str
@@ -36,6 +38,15 @@ class _GemmaFormat(CallFormat):
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return the calls, one directly after another."""
         return "".join(map(self._render_call, calls))
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the calls, whose objects are JSON but for bare keys and the marks around strings."""
+        marks = {
+            "open_pattern": rf"\s*{re.escape(self._open)}call:(?P<name>[^\s{{}}()<>]+)(?=\{{)",
+            "close": self._close,
+        }
+        quotes = [[self._quote, self._quote]]
+        return {"tool_calls": named_call(marks, unquoted_keys=True, string_delims=quotes)}
 
     def _render_call(self, call: Call) -> str:
         dump_json(call.arguments, call.name)

@@ -9,6 +9,7 @@ from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.call_objects import to_call
 from fctune.calls.formats.json_calls import dump_json
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, named_call
 from fctune.data.conversation import Call, Tool
 
 _MARK = "<functioncall>"
@@ -33,6 +34,12 @@ class Glaive(CallFormat):
             f"\"arguments\": '{dump_json(call.arguments, call.name)}'}}"
             for call in calls
         )
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the calls."""
+        head = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*\''
+        marks = {"open_pattern": rf"\s*{_MARK}{head}", "close_pattern": r"(?<=\}\s*)'\s*\}"}
+        return {"tool_calls": named_call(marks)}
 
     def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         position = 0

@@ -10,6 +10,7 @@ from fctune.base.json_reader import ParseError
 from fctune.calls.argument_types import argument_schemas
 from fctune.calls.formats.base import ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, tagged_call
 from fctune.calls.formats.tagged_calls import (
     CLOSE,
     NAME,
@@ -36,6 +37,7 @@ class Glm(TaggedFormat):
 
     name = "glm45"
     template_signatures = (TemplateSignature((OPEN, _KEY_OPEN)),)
+    response_note = "values that contain the format's tags"
     vllm_parser = "glm45"
     sglang_parser = "glm45"
 
@@ -49,6 +51,12 @@ class Glm(TaggedFormat):
             lines.append(f"{_KEY_OPEN}{key}{_KEY_END}")
             lines.append(f"{_VALUE}{text}{_VALUE_END}")
         return "\n".join([*lines, CLOSE])
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the blocks."""
+        marks = {"open_pattern": rf"\s*{OPEN}(?P<name>[^<>\s]+)\s*", "close": CLOSE}
+        tag = rf"{_KEY_OPEN}(?P<key>[^<>]+){_KEY_END}\s*{_VALUE}(?P<value>.*?){_VALUE_END}"
+        return {"tool_calls": tagged_call(marks, tag)}
 
     def _read_call(self, state: ParseState, opened: int, tools: Sequence[Tool], lenient: bool) -> tuple[Call, int]:
         text = state.text

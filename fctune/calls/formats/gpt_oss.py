@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, require_name
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, named_call
 from fctune.data.conversation import Call, Tool
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -32,6 +33,22 @@ class GptOss(CallFormat):
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return one message a call; the official template writes only the first call."""
         return "".join(map(self._render_call, calls))
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the fields of messages to a function, and of those to the user."""
+        start, kind = r"(?:<\|start\|>assistant)?", r"\s*(?:(?:<\|constrain\|>)?\s*\w+\s*)?<\|message\|>"
+        to = r"\s*to=functions\.(?P<name>[^\s<]+)\s*"
+        channel = r"<\|channel\|>(?:commentary|analysis)"
+        marks = {
+            "open_pattern": rf"{start}(?:{to}{channel}|{channel}{to}){kind}",
+            "close_pattern": r"<\|(?:call|end|return)\|>",
+        }
+        answer = {
+            "open_pattern": rf"{start}<\|channel\|>(?:final|commentary){kind}",
+            "close_pattern": r"<\|(?:end|return)\|>",
+            "content": "text",
+        }
+        return {"tool_calls": named_call(marks), "content": answer}
 
     def _render_call(self, call: Call) -> str:
         name, arguments = require_name(call.name, _NAME), dump_json(call.arguments, call.name)

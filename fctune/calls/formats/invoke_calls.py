@@ -12,6 +12,7 @@ from fctune.base.json_reader import ParseError, read_json
 from fctune.calls.argument_types import argument_schemas
 from fctune.calls.formats.base import CallFormat, Malformed, Parsed, ParseState
 from fctune.calls.formats.json_calls import dump_json, require_name
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, tagged_call
 from fctune.calls.formats.tagged_calls import find_closing, skip_space
 from fctune.data.conversation import Call, Tool
 
@@ -34,6 +35,7 @@ class Block(NamedTuple):
 class InvokeFormat(CallFormat):
     """Base of the dialects: a block, in it an ``invoke`` a call, in that a ``parameter`` a value."""
 
+    response_note = "values that contain the format's tags"
     _tags: Block
     # Other spellings of the opening tag of the block that models have written.
     _other_openings: tuple[str, ...] = ()
@@ -54,6 +56,16 @@ class InvokeFormat(CallFormat):
         """Return one block of all calls."""
         invokes = "\n".join(self._render_call(call, tools) for call in calls)
         return f"{self._tags.opening}\n{invokes}\n{self._tags.closing}" if calls else ""
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the calls of a block; the schemas of tools type the values."""
+        opening, closing, invoke, invoke_end, parameter, parameter_end = map(re.escape, self._tags)
+        marks = {
+            "open_pattern": rf'\s*(?:{opening}\s*)?{invoke}\s+name="(?P<name>[^"<>\n]+)"[^<>]*>',
+            "close_pattern": rf"{invoke_end}(?:\s*{closing})?",
+        }
+        tag = rf'{parameter}\s+name="(?P<key>[^"<>\n]+)"[^<>]*>(?P<value>.*?){parameter_end}'
+        return {"tool_calls": tagged_call(marks, tag)}
 
     def _render_call(self, call: Call, tools: Sequence[Tool]) -> str:
         dump_json(call.arguments, call.name)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from fctune.base.errors import DataError
 from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.base.python_reader import PythonReader
 from fctune.calls.formats.base import CallFormat, ParseState
 from fctune.calls.formats.call_objects import to_call
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, call_list
 from fctune.data.conversation import Call, Tool
 
 Convert = Callable[[Any, str, bool], Call | str]
@@ -169,6 +170,7 @@ class MarkedListFormat(CallFormat):
         _closing: The mark after the list; empty if there is none.
         _arguments_key: The key of a call's arguments.
         _has_id: True if calls carry their ids.
+        _response_keys: The keys of a call's name and arguments.
         _call_start: Matches the beginning of a call, as the lenient reading looks for it.
     """
 
@@ -176,11 +178,19 @@ class MarkedListFormat(CallFormat):
     _closing = ""
     _arguments_key = "arguments"
     _has_id = False
+    _response_keys: ClassVar[tuple[str, str]] = ("name", "arguments")
     _call_start = CALL_START
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return the marks and one list of all calls."""
         return f"{self._mark.removesuffix('[')}{self._render_list(calls)}{self._closing}" if calls else ""
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the list."""
+        begun = re.escape(self._mark.removesuffix("["))
+        end = rf"(?<=\]\s*){re.escape(self._closing)}" if self._closing else rf"\s*{around.end}"
+        marks = {"open_pattern": rf"\s*{begun}\s*(?=\[)", "close_pattern": end}
+        return {"tool_calls": call_list(marks, *self._response_keys)}
 
     def _render_list(self, calls: Sequence[Call]) -> str:
         return dump_json([to_object(call, has_id=self._has_id) for call in calls], calls[0].name)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, require_name
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, named_call
 from fctune.calls.formats.section_calls import SectionFormat
 from fctune.data.conversation import Call, Tool
 
@@ -35,6 +36,15 @@ class KimiK2(SectionFormat):
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return all calls between one pair of marks, numbered from 0."""
         return _OPEN + "".join(map(self._render_call, calls, range(len(calls)))) + _CLOSE if calls else ""
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the calls of a section."""
+        opening, closing, call, arguments, end = map(re.escape, (_OPEN, _CLOSE, _CALL, _ARGUMENTS, _CALL_END))
+        marks = {
+            "open_pattern": rf"\s*(?:{opening})?\s*{call}\s*functions\.(?P<name>[^\s<>:|]+):\d+\s*{arguments}",
+            "close_pattern": rf"(?<=\}}\s*){end}(?:\s*{closing})?",
+        }
+        return {"tool_calls": named_call(marks)}
 
     def _render_call(self, call: Call, number: int) -> str:
         name, arguments = require_name(call.name, _NAME), dump_json(call.arguments, call.name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.call_objects import to_call
 from fctune.calls.formats.json_calls import CALL_START, dump_json, read_objects, to_object
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, call_object, named_call
 from fctune.data.conversation import Call, Tool
 
 
@@ -29,6 +31,17 @@ class LlamaJson(CallFormat):
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return the objects, joined by a semicolon; the official template writes only one."""
         return "; ".join(dump_json(to_object(call, "parameters"), call.name) for call in calls)
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the objects, from which an answer begins and which semicolons join."""
+        start = r'\s*(?=\{\s*"name"\s*:)'
+        begun = rf"{around.start}\s*(?:<\|python_tag\|>)?"
+        marks = {
+            # After other text, even objects that semicolons join are none.
+            "open_pattern": rf'(?:{begun}|(?<={begun}\s*\{{\s*"name".*\}}\s*;)){start}',
+            "close_pattern": rf"(?<=\}})\s*;(?={start})|\s*{around.end}",
+        }
+        return {"tool_calls": call_object(marks, "parameters")}
 
     def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         text = state.text
@@ -76,6 +89,18 @@ class Llama4Json(CallFormat):
         """Return the marks and the objects."""
         objects = "".join(dump_json(to_object(call, "parameters"), call.name) for call in calls)
         return f"{self._opening}{self._closing}{objects}" if calls else ""
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the fields of the objects after the marks, and of the content between or without them."""
+        opening, closing = re.escape(self._opening), re.escape(self._closing)
+        start = r'\s*\{\s*"name"\s*:\s*"'
+        marks = {
+            "open_pattern": rf'(?:{closing}|(?<=\}})){start}(?P<name>[^"\\]+)"\s*,\s*"parameters"\s*:',
+            # Nothing but the next name shows that an object has ended.
+            "close_pattern": rf"(?<=\}}\s*)\}}(?:(?={start})|\s*{around.end}|\s*\Z)",
+        }
+        content = {"close_pattern": rf"{opening}|\s*{around.end}", "content": "text"}
+        return {"tool_calls": named_call(marks), "content": content}
 
     def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         if lenient:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from fctune.calls.formats.base import TemplateSignature
 from fctune.calls.formats.invoke_calls import Block, InvokeFormat
@@ -17,10 +17,10 @@ class MiniMaxM2(InvokeFormat):
     """
 
     name = "minimax_m2"
-    aliases = ("minimax_m2.1", "minimax_m2.7")
+    aliases: ClassVar[tuple[str, ...]] = ("minimax_m2.1", "minimax_m2.7")
     template_signatures = (TemplateSignature(("<minimax:tool_call>", "<invoke name="), priority=1),)
-    vllm_parser = "minimax_m2"
-    sglang_parser = "minimax-m2"
+    vllm_parser: ClassVar[str | None] = "minimax_m2"
+    sglang_parser: ClassVar[str | None] = "minimax-m2"
     _tags = Block("<minimax:tool_call>", "</minimax:tool_call>", "<invoke", "</invoke>", "<parameter", "</parameter>")
 
     def _write_value(self, value: Any, schema: Any, is_typed: bool) -> tuple[str, str]:

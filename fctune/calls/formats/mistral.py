@@ -9,6 +9,7 @@ from typing import ClassVar
 from fctune.base.json_reader import ParseError, read_json, skip_space
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import MarkedListFormat, dump_json, require_name
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, named_call
 from fctune.data.conversation import Call, Tool
 
 _MARK, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -58,6 +59,15 @@ class MistralV11(CallFormat):
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return the calls, one directly after another, each with its mark."""
         return "".join(map(self._render_call, calls))
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the calls, each up to the next or the end of the turn."""
+        mark, call_id, arguments = map(re.escape, (_MARK, _ID, _ARGUMENTS))
+        marks = {
+            "open_pattern": rf"\s*{mark}(?P<name>[^\[]+)(?:{call_id}[^\[]*)?{arguments}",
+            "close_pattern": rf"(?<=\}}\s*)(?={mark})|\s*{around.end}",
+        }
+        return {"tool_calls": named_call(marks)}
 
     def _render_call(self, call: Call) -> str:
         call_id = f"{_ID}{call.id}" if self._has_id and call.id is not None else ""

@@ -10,6 +10,7 @@ from fctune.base.json_reader import ParseError, decode_json
 from fctune.calls.formats.base import ParseState, TemplateSignature
 from fctune.calls.formats.invoke_calls import Block, InvokeFormat
 from fctune.calls.formats.json_calls import dump_json
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings
 from fctune.calls.formats.tagged_calls import read_value, write_value
 from fctune.data.conversation import Call, Tool
 
@@ -30,6 +31,7 @@ class Muse(InvokeFormat):
 
     name = "muse"
     aliases = ("atem",)
+    response_note = "all calls: the schema has no field for the recipient of a message"
     template_signatures = (TemplateSignature(("<atem:function_calls>",)),)
     vllm_parser = "muse_glimmer"
     sglang_parser = "muse"
@@ -48,6 +50,10 @@ class Muse(InvokeFormat):
             f"{_START}assistant to={call.name}{_MESSAGE}{super(Muse, self).render([call], tools)}" for call in calls
         )
         return "<|eom|>".join(messages)
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return None: a message's recipient decides whether it is a call, thinking or content."""
+        return None
 
     def _write_value(self, value: Any, schema: Any, is_typed: bool) -> tuple[str, str]:
         text = dump_json(value, "an argument")

@@ -10,7 +10,9 @@ from fctune.base.json_reader import ParseError
 from fctune.base.python_reader import PythonReader
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json
+from fctune.calls.formats.lfm import Lfm
 from fctune.calls.formats.pythonic import CALL_START, read_python_calls, render_python_call
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, python_call
 from fctune.calls.formats.tagged_calls import skip_space
 from fctune.data.conversation import Call, Tool
 
@@ -26,13 +28,23 @@ class Olmo3(CallFormat):
     name = "olmo3"
     template_signatures = (TemplateSignature(("<function_calls>", "</function_calls>")),)
     vllm_parser: ClassVar[str | None] = "olmo3"
+    response_note: ClassVar[str] = "keys that are not identifiers"
     _opening, _closing = "<function_calls>", "</function_calls>"
     _edge = ""
+    _is_json: ClassVar[bool] = True
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return one block with a line a call."""
         lines = "\n".join(map(self._render_call, calls))
         return f"{self._opening}{self._edge}{lines}{self._edge}{self._closing}" if calls else ""
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the calls of a block, from parenthesis to parenthesis."""
+        marks = {
+            "open_pattern": rf"(?:\s*{self._opening}|(?<=\))\n)\s*(?P<name>[^\W\d][\w.\-/]*)\(",
+            "close_pattern": rf"\)(?=[ \t\r]*\n\s*[^\W\d][\w.\-/]*\()|\)\s*{self._closing}",
+        }
+        return {"tool_calls": python_call(marks, is_json=self._is_json)}
 
     def _render_call(self, call: Call) -> str:
         return render_python_call(call, lambda value: dump_json(value, call.name))
@@ -102,8 +114,10 @@ class SmolLM3Code(Olmo3):
     aliases = ("smolagents",)
     template_signatures = (TemplateSignature(("<code>", "</code>"), priority=-7),)
     vllm_parser = None
+    response_note = Lfm.response_note
     _opening, _closing = "<code>", "</code>"
     _edge = "\n"
+    _is_json = False
 
     def _render_call(self, call: Call) -> str:
         return render_python_call(call)

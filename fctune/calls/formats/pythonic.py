@@ -12,6 +12,7 @@ from fctune.base.json_reader import ParseError
 from fctune.base.python_reader import PythonReader
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json, find_mark, read_objects
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, python_call
 from fctune.calls.formats.tagged_calls import skip_space
 from fctune.data.conversation import Call, Tool
 
@@ -38,10 +39,24 @@ class Pythonic(CallFormat):
     )
     vllm_parser = "pythonic"
     sglang_parser = "pythonic"
+    response_note = (
+        "strings in single quotes with escapes, or within lists and objects; True, False and None within these; keys "
+        "that are not identifiers"
+    )
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return one list of all calls."""
         return f"[{', '.join(map(render_python_call, calls))}]" if calls else ""
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the calls of a list, from parenthesis to parenthesis."""
+        before, after = r"(?:<\|python_(?:tag|start)\|>\s*)?", r"(?:<\|python_end\|>\s*)?"
+        name, closed = r"[^\W\d][\w.\-/]*\(", r"\)\s*\]\s*"
+        marks = {
+            "open_pattern": rf"(?:{around.start}\s*{before}\[|(?<=\)),)\s*(?P<name>[^\W\d][\w.\-/]*)\(",
+            "close_pattern": rf"\)(?=\s*,\s*{name})|{closed}{after}(?={around.end})|{closed}{after}\Z",
+        }
+        return {"tool_calls": python_call(marks, is_json=True)}
 
     def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         if lenient:

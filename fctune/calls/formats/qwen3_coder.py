@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from fctune.base.json_reader import ParseError
 from fctune.calls.argument_types import argument_schemas
 from fctune.calls.formats.base import Parsed, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import dump_json
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, tagged_call
 from fctune.calls.formats.tagged_calls import (
-    CLOSE,
     NAME,
-    OPEN,
     TaggedFormat,
     find_closing,
     find_name,
@@ -39,21 +38,31 @@ class Qwen3Coder(TaggedFormat):
     """
 
     name = "qwen3_coder"
-    aliases = ("qwen3.5", "qwen3.6", "qwen3.8", "nemotron3")
+    aliases: ClassVar[tuple[str, ...]] = ("qwen3.5", "qwen3.6", "qwen3.8", "nemotron3")
     template_signatures = (TemplateSignature((_FUNCTION, _PARAMETER)),)
-    vllm_parser = "qwen3_coder"
-    sglang_parser = "qwen3_coder"
+    response_note = "values that contain the format's tags"
+    vllm_parser: ClassVar[str | None] = "qwen3_coder"
+    sglang_parser: ClassVar[str | None] = "qwen3_coder"
 
     def _render_call(self, call: Call, tools: Sequence[Tool]) -> str:
         require_writable(call)
         schemas = argument_schemas(tools, call.name)
-        lines = [OPEN, f"{_FUNCTION}{call.name}>"]
+        lines = [self._open, f"{_FUNCTION}{call.name}>"]
         for key, value in call.arguments.items():
             text = value if isinstance(value, str) else dump_json(value, call.name)
             marks = (_PARAMETER_END, _PARAMETER, _FUNCTION_END)
             text = write_value(value, text, schemas.get(key), bool(tools), marks)
             lines.extend((f"{_PARAMETER}{key}>", text, _PARAMETER_END))
-        return "\n".join([*lines, _FUNCTION_END, CLOSE])
+        return "\n".join([*lines, _FUNCTION_END, self._close])
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of the blocks."""
+        marks = {
+            "open_pattern": rf"\s*{self._open}\s*{_FUNCTION}(?P<name>[^<>\s]+)>",
+            "close_pattern": rf"{_FUNCTION_END}\s*{self._close}",
+        }
+        tag = rf"{_PARAMETER}(?P<key>[^<>\n]+)>\n?(?P<value>.*?)\n?{_PARAMETER_END}"
+        return {"tool_calls": tagged_call(marks, tag)}
 
     def _is_unambiguous(self, text: str, strict: Parsed) -> bool:
         # In the lenient reading, a tag inside a value ends it.
@@ -65,14 +74,14 @@ class Qwen3Coder(TaggedFormat):
         )
 
     def _find_call(self, state: ParseState, position: int, lenient: bool) -> int:
-        opened = state.find(OPEN, position)
+        opened = state.find(self._open, position)
         bare = state.find(_FUNCTION, position) if lenient else -1
         return bare if bare >= 0 and (opened < 0 or bare < opened) else opened
 
     def _read_call(self, state: ParseState, opened: int, tools: Sequence[Tool], lenient: bool) -> tuple[Call, int]:
         text = state.text
-        has_block = text.startswith(OPEN, opened)
-        position = skip_space(state, opened + len(OPEN)) if has_block else opened
+        has_block = text.startswith(self._open, opened)
+        position = skip_space(state, opened + len(self._open)) if has_block else opened
         name, position = _read_tag(state, _FUNCTION, position)
         if not NAME.fullmatch(name):
             raise ParseError(f"no name in {_FUNCTION}...>", position)
@@ -90,12 +99,26 @@ class Qwen3Coder(TaggedFormat):
             if key in arguments and not lenient:
                 raise ParseError(f"duplicate parameter {key[:40]!r}", start, "duplicate_key")
             arguments[key] = read_value(value.removeprefix("\n").removesuffix("\n"), schemas.get(key))
-        for mark, is_required in ((_FUNCTION_END, True), (CLOSE, has_block)):
+        for mark, is_required in ((_FUNCTION_END, True), (self._close, has_block)):
             if text.startswith(mark, position):
                 position = skip_space(state, position + len(mark))
             elif is_required and not (lenient and (position >= state.end or text.startswith("<", position))):
                 raise ParseError(f"expected {mark}", position)
         return Call(name, arguments), position
+
+
+class SeedOss(Qwen3Coder):
+    """The same in ``<seed:tool_call>``.
+
+    The chat template of Seed-OSS-36B-Instruct.
+    """
+
+    name = "seed_oss"
+    aliases = ("seed-oss",)
+    template_signatures = (TemplateSignature(("<seed:tool_call>",), priority=1),)
+    vllm_parser = "seed_oss"
+    sglang_parser = None
+    _open, _close = "<seed:tool_call>", "</seed:tool_call>"
 
 
 def _read_tag(state: ParseState, mark: str, position: int) -> tuple[str, int]:

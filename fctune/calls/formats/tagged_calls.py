@@ -29,7 +29,14 @@ _SPACE = re.compile(r"[ \t\r\n]*+")
 
 
 class TaggedFormat(CallFormat):
-    """Base of formats that write each call between ``<tool_call>`` and ``</tool_call>``, read from tag to tag."""
+    """Base of formats that write each call between ``<tool_call>`` and ``</tool_call>``, read from tag to tag.
+
+    Attributes:
+        _open: The tag before a call.
+        _close: The tag after it.
+    """
+
+    _open, _close = OPEN, CLOSE
 
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return the blocks, one under another."""
@@ -46,15 +53,23 @@ class TaggedFormat(CallFormat):
                 call, position = self._read_call(state, opened, tools, lenient)
                 state.add_calls([call], opened, position)
             except ParseError as error:
-                position = _find_malformed_end(state, opened, error.position)
+                position = self._find_malformed_end(state, opened, error.position)
                 state.add_malformed(opened, position, error.reason)
 
     def _find_call(self, state: ParseState, position: int, lenient: bool) -> int:
-        return state.find(OPEN, position)
+        return state.find(self._open, position)
 
     @abstractmethod
     def _read_call(self, state: ParseState, opened: int, tools: Sequence[Tool], lenient: bool) -> tuple[Call, int]:
         """Return the call that opens at a position, and the position after it, or raise ``ParseError``."""
+
+    def _find_malformed_end(self, state: ParseState, opened: int, error_position: int) -> int:
+        """Return the position after the next closing tag, or of the next opening one, whichever comes first."""
+        closed = state.find(self._close, error_position)
+        reopened = state.find(self._open, max(error_position, opened + 1))
+        if closed >= 0 and (reopened < 0 or closed < reopened):
+            return closed + len(self._close)
+        return reopened if reopened >= 0 else state.end
 
 
 def write_value(value: Any, text: str, schema: Any, is_typed: bool, marks: tuple[str, ...]) -> str:
@@ -120,12 +135,3 @@ def skip_space(state: ParseState, position: int) -> int:
     """Return the position of the next character that is not whitespace."""
     space = _SPACE.match(state.text, position, state.end)
     return space.end() if space else position
-
-
-def _find_malformed_end(state: ParseState, opened: int, error_position: int) -> int:
-    """Return the position after the next closing tag, or of the next opening one, whichever comes first."""
-    closed = state.find(CLOSE, error_position)
-    reopened = state.find(OPEN, max(error_position, opened + 1))
-    if closed >= 0 and (reopened < 0 or closed < reopened):
-        return closed + len(CLOSE)
-    return reopened if reopened >= 0 else state.end

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fctune.base.json_reader import skip_space
 from fctune.calls.formats.base import CallFormat, ParseState, TemplateSignature
 from fctune.calls.formats.json_calls import CALL_START, dump_json, read_list, read_objects, to_object
+from fctune.calls.formats.response_fields import ResponseFields, Surroundings, call_list
 from fctune.data.conversation import Call, Tool
 
 
@@ -24,6 +25,14 @@ class Xlam(CallFormat):
     def render(self, calls: Sequence[Call], tools: Sequence[Tool] = ()) -> str:
         """Return one list of all calls."""
         return dump_json([to_object(call) for call in calls], calls[0].name) if calls else ""
+
+    def describe_response(self, around: Surroundings) -> ResponseFields | None:
+        """Return the field of a list that is all of the answer."""
+        marks = {
+            "open_pattern": rf'{around.start}\s*(?=\[\s*\{{\s*"name"\s*:)',
+            "close_pattern": rf"\s*{around.end}",
+        }
+        return {"tool_calls": call_list(marks)}
 
     def _read(self, state: ParseState, tools: Sequence[Tool], lenient: bool) -> None:
         if lenient:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fctune.calls.formats.base import TemplateFormat, find_content_end
 
@@ -65,6 +66,15 @@ class ReasoningFormat(TemplateFormat):
     def is_opened_by(self, prompt: str) -> bool:
         """Return True if the end of a prompt opens the reasoning that the model is to continue."""
 
+    def describe_response(self) -> dict[str, Any] | None:
+        """Return the field of transformers' ``response_template`` that reads the reasoning; None: it cannot."""
+        return None
+
+    @property
+    def end_pattern(self) -> str:
+        """Pattern of the mark after which the answer begins; empty if there are several."""
+        return ""
+
 
 class TaggedReasoning(ReasoningFormat):
     """Reasoning between two tags.
@@ -110,6 +120,15 @@ class TaggedReasoning(ReasoningFormat):
             spans.append((opened, position))
             opened = -1
         return Reasoning("\n\n".join(filter(None, bodies)), is_closed, tuple(spans)) if spans else None
+
+    def describe_response(self) -> dict[str, Any] | None:
+        """Return the field between the tags, which servers can stream as they are no patterns."""
+        return {"open": f"{self.opening}{self._label}", "close": self._close, "content": "text"}
+
+    @property
+    def end_pattern(self) -> str:
+        """Pattern of the closing tag."""
+        return re.escape(self._close)
 
     def _find_body(self, text: str, opened: int, end: int) -> tuple[int, int]:
         """Return where the block's reasoning starts, and the position of its closing tag or -1."""

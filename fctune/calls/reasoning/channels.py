@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fctune.calls.formats.base import TemplateSignature
 from fctune.calls.reasoning.base import Reasoning, ReasoningFormat
@@ -72,6 +72,14 @@ class GptOss(ChannelReasoning):
         r"(?:^[^<]*|<\|start\|>[^<]*)?<\|channel\|>(?P<channel>[^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
     )
     _end = re.compile(r"<\|(?:end|return|call)\|>|(?P<next><\|start\|>|<\|channel\|>)")
+
+    def describe_response(self) -> dict[str, Any] | None:
+        """Return the field of messages in the channel."""
+        return {
+            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
+            "close_pattern": r"<\|(?:end|return)\|>",
+            "content": "text",
+        }
 
     def _is_reasoning(self, header: re.Match[str]) -> bool:
         words = header["channel"].split()
