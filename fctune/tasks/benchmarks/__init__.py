@@ -13,10 +13,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from fctune.tasks.suite import Measured, Suite
+
+
+class GateSample(NamedTuple):
+    """Cases of a benchmark that are one line of the gate; a hash of their ids chooses them.
+
+    Attributes:
+        name: Name of the line.
+        title: What is counted as right, for people.
+        categories: The benchmark's categories.
+        max_cases: Largest number of cases; the gate's settings may ask for fewer.
+        cause: What a fall is explained by: ``calls``, ``over_calling``, ``over_refusing``, ``asking``, ``multi_turn``,
+            ``reasoning`` or ``text``.
+    """
+
+    name: str
+    title: str
+    categories: tuple[str, ...]
+    max_cases: int
+    cause: str = ""
 
 
 class Benchmark(ABC):
@@ -28,6 +47,10 @@ class Benchmark(ABC):
     """Name and version as people write it; marks rows that must not be trained on."""
     eval_only_options: ClassVar[tuple[str, ...]] = ()
     """Options of ``add_eval_options`` that only ``fctune eval`` has; other commands use their defaults."""
+    gate_samples: ClassVar[tuple[GateSample, ...]] = ()
+    """The lines of the gate that the benchmark gives."""
+    has_predictions: ClassVar[bool] = True
+    """``fctune score NAME`` can judge a file of predictions."""
 
     def add_eval_options(self, group: argparse._ArgumentGroup) -> None:  # noqa: B027 a benchmark may have none
         """Add options of commands that ask the benchmark's cases; each has the prefix ``--NAME-``."""
@@ -35,9 +58,9 @@ class Benchmark(ABC):
     def add_score_options(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 a benchmark may have none
         """Add options of ``fctune score NAME``, which judges a file of predictions."""
 
-    @abstractmethod
     def open_predictions_suite(self, arguments: argparse.Namespace) -> Suite:
         """Return the suite that ``fctune score NAME`` judges predictions against; ``find`` may load cases on demand."""
+        raise NotImplementedError
 
     @abstractmethod
     def load(

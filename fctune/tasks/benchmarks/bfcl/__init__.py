@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fctune.tasks.benchmarks import Benchmark
+from fctune.tasks.benchmarks import Benchmark, GateSample
 from fctune.tasks.benchmarks.bfcl.cases import CATEGORIES, NAME, TITLE, category_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,22 @@ class Bfcl(Benchmark):
     name = NAME
     title = TITLE
     eval_only_options = ("--bfcl-mode",)
+    gate_samples = (
+        GateSample(
+            "bfcl_irrelevance",
+            "BFCL irrelevance: no call where no function helps",
+            ("irrelevance",),
+            max_cases=240,
+            cause="over_calling",
+        ),
+        GateSample(
+            "bfcl_multi_turn",
+            "BFCL multi-turn: the state after each turn",
+            ("multi_turn_base",),
+            max_cases=50,  # a conversation takes about ten answers
+            cause="multi_turn",
+        ),
+    )
 
     def add_eval_options(self, group: argparse._ArgumentGroup) -> None:
         """Add where the wheel's data is, and how a model is given the functions."""

@@ -31,6 +31,7 @@ def verdict_on(case: BfclCase, turns: Turns) -> BfclVerdict:
     return check_multi_turn(case, turns, load_simulators())
 
 
+@pytest.mark.thorough
 @needs_wheel
 def test_all_800_answers_replay_to_the_official_verdict() -> None:
     official = official_multi_turn_checker()
@@ -45,13 +46,14 @@ def test_all_800_answers_replay_to_the_official_verdict() -> None:
 
 
 @needs_wheel
+@pytest.mark.parametrize("num_mutations", [1, pytest.param(5, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("category", MULTI_TURN)
-def test_mutated_answers_get_the_official_verdict(category: str) -> None:
+def test_mutated_answers_get_the_official_verdict(category: str, num_mutations: int) -> None:
     official = official_multi_turn_checker()
     rng = random.Random(category)
     num_valid = total = 0
     for case in cases(category):
-        for _ in range(5):
+        for _ in range(num_mutations):
             turns = mutate_turns(case, gold_turns(case), rng)
             expected = official(case, turns)
             verdict = verdict_on(case, turns)

@@ -50,7 +50,7 @@ def official_overall(measured: dict[str, Measured], folder: Path, monkeypatch: p
 
 
 @needs_wheel
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(3, 6))])
 def test_the_overall_number_is_the_leaderboards(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
