@@ -1,0 +1,171 @@
+"""How the result was trained: its rows, searched for the held-out cases and for what explains a fall."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fctune.base.errors import DataError
+from fctune.config.intervals import parse_share
+from fctune.config.sections.data import AUGMENT_KINDS
+from fctune.data.check.overlap import OverlapIndex
+from fctune.data.check.similarity import WordHasher
+from fctune.data.conversation import Conversation
+from fctune.data.sources import read_source
+from fctune.data.sources.defects import Defect
+from fctune.runs.directory import RunFiles
+from fctune.tasks.evaluation.held_out import QuestionSearch, find_leaks, find_run, iter_training_rows
+from fctune.tasks.task import AnyCase
+
+_MAX_ROWS = 100_000  # that are profiled and compared by words; more take minutes
+
+
+@dataclass
+class RowProfile:
+    """What the training rows contain, as far as it explains what a model loses.
+
+    Attributes:
+        source: The run or file that they are of.
+        augment: Shares by kind of ``data.augment``, with which they were trained.
+        has_replay: General rows were mixed in.
+        num_rows: Conversations.
+        counts: Number of those with each property: ``tools``, ``call``, ``no_call`` (tools, and none is called),
+            ``clarification`` (tools, and the assistant asks before it calls or instead), ``several_turns`` of the user,
+            ``reasoning``, ``no_tools``.
+        tool_sets: Number of rows by the names that they offer.
+    """
+
+    source: str
+    augment: Mapping[str, float] = field(default_factory=dict)
+    has_replay: bool = False
+    num_rows: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    tool_sets: Counter[frozenset[str]] = field(default_factory=Counter)
+
+    def add(self, row: Conversation) -> None:
+        """Count a row."""
+        self.num_rows += 1
+        answers = [message for message in row.messages if message.role == "assistant"]
+        has_calls = any(message.calls for message in answers)
+        found = {
+            "tools": bool(row.tools),
+            "no_tools": not row.tools,
+            "call": has_calls,
+            "no_call": bool(row.tools) and not has_calls,
+            "clarification": bool(row.tools) and _asks(answers),
+            "several_turns": sum(message.role == "user" for message in row.messages) > 1,
+            "reasoning": any(message.reasoning for message in answers),
+        }
+        self.counts.update(name for name, is_so in found.items() if is_so)
+        if row.tools:
+            self.tool_sets[frozenset(tool.name for tool in row.tools)] += 1
+
+    def share(self, name: str, of: str | None = None) -> float:
+        """Return the share of rows with a property, of all rows or of those with another; 0 if there are none."""
+        total = self.num_rows if of is None else self.counts[of]
+        return self.counts[name] / total if total else 0.0
+
+    @property
+    def main_set_share(self) -> float:
+        """Share of the rows with tools that offer the most frequent set of them."""
+        return max(self.tool_sets.values(), default=0) / self.counts["tools"] if self.counts["tools"] else 0.0
+
+
+def _asks(answers: Sequence[Any]) -> bool:
+    """Return True if the assistant asks the user something in a turn without a call, before any call."""
+    for message in answers:
+        if message.calls:
+            return False
+        if (message.content or "").rstrip().endswith(("?", "？")):
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class TrainingHistory:
+    """The training rows of a result, and the command that trained it.
+
+    Attributes:
+        source: The run or the files, for people.
+        run: The run; None: the rows were named.
+        rows: Sources of rows that were named.
+        config: The run's config; empty if unknown.
+        command: The command that started the run; None: unknown.
+    """
+
+    source: str
+    run: Path | None
+    rows: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    command: tuple[str, ...] | None = None
+
+    @property
+    def output_dir(self) -> str | None:
+        """The run's output directory."""
+        return self.config.get("output_dir")
+
+    def iter_rows(self) -> Iterator[Conversation]:
+        """Yield the first rows, without those that the run holds out."""
+        if self.rows or self.run is None:
+            read = (row for path in self.rows for row in read_source(path))
+            yield from islice((row for row in read if not isinstance(row, Defect)), _MAX_ROWS)
+        else:
+            yield from islice(iter_training_rows(self.run), _MAX_ROWS)
+
+    def find_cases(self, cases: Sequence[AnyCase]) -> tuple[list[str], int, dict[str, str]]:
+        """Look for cases in the rows.
+
+        Returns:
+            The ids of those that a row asks as well, the number of others that a row nearly asks, and the sources that
+            cannot be compared, with the reason.
+        """
+        found, unread = set[str](), dict[str, str]()
+        search = QuestionSearch(cases)
+        if self.run is not None and (leaks := find_leaks(cases, self.run)) is not None:
+            found, unread = set(leaks.case_ids), leaks.unread
+        questions = [(case.id, [m.content for m in case.questions if m.role == "user" and m.content]) for case in cases]
+        try:
+            index = OverlapIndex("", "eval", WordHasher(), questions)
+        except DataError:  # all are too short to be compared
+            index = None
+        for row in self.iter_rows():
+            if self.rows:
+                found |= search.find(row.messages)
+            if index is not None:
+                index.add(row)
+        similar = index.overlap.num_found if index is not None else 0
+        return [case.id for case in cases if case.id in found], max(0, similar - len(found)), unread
+
+    def profile(self) -> RowProfile:
+        """Count what the rows contain."""
+        data = self.config.get("data") or {}
+        given = data.get("augment") or {}
+        shares = {kind: parse_share(given[kind]) for kind in AUGMENT_KINDS if kind in given}
+        profile = RowProfile(self.source, shares, bool(data.get("replay")))
+        for row in self.iter_rows():
+            profile.add(row)
+        return profile
+
+
+def find_history(tuned: str, rows: Sequence[str] = ()) -> TrainingHistory | None:
+    """Find out how a result was trained; None if it is of no run on this machine and no rows are named.
+
+    Args:
+        tuned: The result, as the user named it.
+        rows: Sources of its training rows; none: those that its run names.
+    """
+    run = find_run(Path(tuned))
+    if run is None:
+        return TrainingHistory(", ".join(rows), None, tuple(rows)) if rows else None
+    try:
+        record = json.loads(RunFiles(run).run.read_text(encoding="utf-8"))
+        config, command = record["config"], record.get("command")
+    except (OSError, ValueError, KeyError, TypeError):  # find_leaks reports it
+        config, command = {}, None
+    source = ", ".join(rows) if rows else str(run)
+    return TrainingHistory(source, run, tuple(rows), config, tuple(command) if command else None)

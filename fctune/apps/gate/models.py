@@ -1,0 +1,164 @@
+"""The two models of a gate: opened one after the other, so that memory holds one, and asked the same cases."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fctune.base.errors import ConfigError
+from fctune.calls.formats.base import CallFormat
+from fctune.config.sections.gate import GateConfig
+from fctune.data.chat_template import MissingTemplateError, load_tokenizer
+from fctune.data.chosen_template import ChosenTemplate
+from fctune.data.template_args import read_template_args
+from fctune.engines.engine import Engine, Sampling
+from fctune.engines.model_files import ModelFiles, is_server
+from fctune.engines.opening import find_files, open_engine
+from fctune.tasks.evaluation.results import ResultsFile
+from fctune.tasks.judge import Row
+from fctune.tasks.suite import Suite
+
+_CONCURRENCY = 16
+
+
+@dataclass
+class GateModel:
+    """One of the two models.
+
+    Attributes:
+        side: ``base`` or ``tuned``; names its files.
+        model: As the user named it: a directory, a run, an adapter, ``hf:NAME``, or a server's address.
+        files: Its files; None for a server.
+        served_model: Name to request from a server; None: the only one.
+        template: Template in place of its own.
+        template_args: Switches of the template, over those recorded with it.
+        request: Fields that are merged into each request to a server.
+        is_streamed: A server streams its answers.
+    """
+
+    side: str
+    model: str
+    files: ModelFiles | None
+    served_model: str | None = None
+    template: ChosenTemplate | None = None
+    template_args: dict[str, Any] | None = None
+    request: Mapping[str, Any] = field(default_factory=dict)
+    is_streamed: bool = False
+    _opened: tuple[Engine, CallFormat | None] | None = field(default=None, init=False)
+
+    @property
+    def has_server(self) -> bool:
+        """True if a server answers."""
+        return self.files is None
+
+    def open(self, config: GateConfig) -> tuple[Engine, CallFormat | None]:
+        """Return the engine with the call format of its text, None if the server parses it; opened once."""
+        if self._opened is None:
+            self._opened = open_engine(
+                self.model,
+                self.files,
+                sampling=Sampling(config.temperature, config.seed),
+                template_args=self.template_args,
+                chat_template=self.template,
+                batch_size=config.batch_size,
+                served_model=self.served_model,
+                concurrency=_CONCURRENCY,
+                request=self.request,
+                is_streamed=self.is_streamed,
+            )
+        return self._opened
+
+    def close(self) -> None:
+        """Release the model's memory."""
+        if self._opened is not None and hasattr(engine := self._opened[0], "close"):
+            engine.close()
+        self._opened = None
+
+    def ask(
+        self, suite: Suite, config: GateConfig, folder: Path, is_fresh: bool, log: Callable[[str], None]
+    ) -> dict[str, Row]:
+        """Ask the cases that have no answer in ``folder`` yet, and return the rows of all by id.
+
+        Raises:
+            ConfigError: The folder holds answers with other settings, or the server refuses every request.
+            DataError: No case can be asked.
+        """
+        from fctune.tasks.evaluation.run import run_suite  # imports torch
+
+        engine, call_format = self.open(config)
+        cases = len(suite.all_cases)
+        log(f"{self.side}: {suite.name}, {cases:,} cases")
+        rows = run_suite(
+            suite,
+            engine,
+            suite.call_format or call_format,
+            ResultsFile(folder / f"{self.side}.{suite.name}.jsonl"),
+            max_new_tokens=max(config.max_new_tokens, suite.max_new_tokens or 0),
+            num_at_once=4 * _CONCURRENCY if self.has_server else config.batch_size,
+            is_fresh=is_fresh,
+        )
+        assert rows is not None
+        return {row["id"]: row for row in rows}
+
+
+def open_models(
+    base: str, tuned: str, config: GateConfig, base_name: str | None = None, tuned_name: str | None = None
+) -> tuple[GateModel, GateModel]:
+    """Find both models, and settle the template that the base is asked with; loads no weights.
+
+    Args:
+        base: The base, as the user named it.
+        tuned: The result.
+        config: Settings of the gate.
+        base_name: Name under which a server serves the base.
+        tuned_name: Name under which a server serves the result.
+
+    Raises:
+        ConfigError: A model is missing, both are the same, or their chat templates differ, which ``chat_template``
+            does not allow.
+    """
+    if (base, base_name) == (tuned, tuned_name):
+        raise ConfigError(f"--base and --tuned are both {base}: a gate compares the result with its base. Name two.")
+    before = GateModel("base", base, find_files(base), base_name)
+    after = GateModel("tuned", tuned, find_files(tuned), tuned_name)
+    if before.files is None or after.files is None or config.chat_template == "own":
+        return before, after
+    (own, own_args), (other, other_args) = _read_template(before.files), _read_template(after.files)
+    if own == other and own_args == other_args:
+        return before, after
+    if config.chat_template == "same":
+        what = "chat templates" if own != other else "recorded switches of the chat template"
+        raise ConfigError(
+            f"--base {base} and --tuned {tuned} have different {what} ({_name(own, own_args)} and "
+            f"{_name(other, other_args)}), so their answers differ for two reasons. Pass --chat-template tuned to ask "
+            "the base with the result's, or own to ask each with its own."
+        )
+    if other is None:
+        raise ConfigError(f"--tuned {tuned}: has no chat template. Export it again.")
+    before.template = ChosenTemplate(f"{tuned}'s", other)
+    before.template_args = other_args
+    return before, after
+
+
+def is_on_disk(model: str) -> bool:
+    """Return True for a model on this machine, which may have a run and a mark."""
+    return not is_server(model) and not model.startswith("hf:")
+
+
+def _read_template(files: ModelFiles) -> tuple[str | None, dict[str, Any]]:
+    try:
+        source = load_tokenizer(files.tokenizer_dir).get_chat_template(None, [{}])
+    except MissingTemplateError:
+        source = None
+    return source, read_template_args(files.tokenizer_dir)
+
+
+def _name(source: str | None, switches: Mapping[str, Any]) -> str:
+    """Return a short name of a template, by which a person sees that two differ."""
+    if source is None:
+        return "none"
+    digest = hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+    return f"{digest} with {switches}" if switches else digest

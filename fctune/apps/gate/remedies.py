@@ -1,0 +1,164 @@
+"""What in the training rows explains a fall, and the settings that treat it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from fctune.apps.gate.history import RowProfile, TrainingHistory
+from fctune.apps.gate.lines import JudgedLine, Remedy
+from fctune.config.intervals import format_count, format_share, parse_share
+
+# Shares of the rows with tools that need no call: too few, enough if more are tried, and too many.
+_FEW_NEGATIVES, _HALF_NEGATIVES, _MANY_NEGATIVES = 0.15, 0.4, 0.5
+_FEW = 0.02  # of the rows, so that they teach nothing
+_ONE_SET = 0.9  # of the rows with tools, that offer the same ones
+_REPLAY = {"data.replay.sources": "[{path: GENERAL.jsonl}]", "data.replay.share": "10%"}
+_GENERAL = "GENERAL.jsonl is a file or an hf: set of what the base should keep"
+
+
+def find_remedies(line: JudgedLine, profile: RowProfile | None) -> tuple[Remedy, ...]:
+    """Return what explains the fall of a line, and what treats it; always something."""
+    if profile is None or not profile.num_rows:
+        return (Remedy("the training rows are not known; name them with --rows to have them searched", {}),)
+    names = _EXPLANATIONS.get(line.line.cause or line.line.name, ())
+    found = [remedy for name in names if (remedy := name(profile)) is not None]
+    own = [remedy for remedy in found if not remedy.note]  # from the rows themselves, without others to look for
+    return tuple(own or found) or (_keep_base(profile),)
+
+
+def _add_negatives(profile: RowProfile) -> Remedy | None:
+    share, tried = profile.share("no_call", "tools"), profile.augment.get("take_away", 0.0)
+    added = tried * profile.share("call", "tools")
+    total = (share + added) / (1 + added)
+    if total >= (_HALF_NEGATIVES if tried else _FEW_NEGATIVES):
+        return None
+    without = format_count(profile.counts["no_call"], "row needs", "rows need")
+    why = "which did not suffice" if tried else "so that calling is always right in them"
+    return Remedy(
+        f"share of negatives: {without} no call, of {profile.counts['tools']:,} with tools ({share:.1%}"
+        f"{f'; {total:.1%} with those of take_away' if tried else ''}), {why}",
+        _augment(profile, take_away=0.3),
+    )
+
+
+def _add_questions(profile: RowProfile) -> Remedy | None:
+    if profile.share("clarification", "tools") >= _FEW or profile.augment.get("ask", 0.0) > 0:
+        return None
+    asking = format_count(profile.counts["clarification"], "row asks", "rows ask")
+    return Remedy(
+        f"no clarifications: {asking} for a missing value, so that values are made up instead",
+        _augment(profile, ask=0.15),
+    )
+
+
+def _lower_negatives(profile: RowProfile) -> Remedy | None:
+    share = profile.share("no_call", "tools")
+    if share <= _MANY_NEGATIVES:
+        return None
+    return Remedy(
+        f"share of negatives: {share:.1%} of the rows with tools need no call, so that not calling is mostly right",
+        _augment(profile, repeat=0.3),
+    )
+
+
+def _vary_tools(profile: RowProfile) -> Remedy | None:
+    if profile.main_set_share < _ONE_SET:
+        return None
+    return Remedy(
+        f"one tool set: {profile.main_set_share:.1%} of the rows with tools offer the same ones, so that the model "
+        "need not read them",
+        _augment(profile, mask_names=0.3, distract=0.5, shuffle_tools=0.5, paraphrase=0.3),
+    )
+
+
+def _add_turns(profile: RowProfile) -> Remedy | None:
+    if profile.share("several_turns") >= 0.1:
+        return None
+    return Remedy(
+        f"one turn only: {profile.share('several_turns'):.1%} of the rows have several turns of the user",
+        dict(_REPLAY),
+        f"conversations of several turns; {_GENERAL}. fctune data generate makes some for your tools",
+    )
+
+
+def _add_reasoning(profile: RowProfile) -> Remedy | None:
+    if profile.share("reasoning") >= _FEW:
+        return None
+    return Remedy(
+        f"no reasoning: {format_count(profile.counts['reasoning'], 'row has', 'rows have')} any, so that the model "
+        "learns to do without",
+        dict(_REPLAY),
+        f"rows with reasoning; {_GENERAL}. fctune sample lets the base write them for your own cases",
+    )
+
+
+def _add_texts(profile: RowProfile) -> Remedy | None:
+    if profile.share("no_tools") >= 0.05 or profile.has_replay:
+        return None
+    return Remedy(
+        f"tool calls only: {profile.share('no_tools'):.1%} of the rows are without tools", dict(_REPLAY), _GENERAL
+    )
+
+
+def _keep_base(profile: RowProfile) -> Remedy:
+    return Remedy(
+        f"nothing that is searched for in the {profile.num_rows:,} rows of {profile.source} explains it; a smaller "
+        "learning rate, fewer epochs and general rows keep more of the base",
+        dict(_REPLAY),
+        _GENERAL,
+    )
+
+
+def _augment(profile: RowProfile, **shares: float) -> dict[str, str]:
+    """Return overrides that raise kinds of augmentation to a share, or beyond the one that did not suffice."""
+    raised = {}
+    for kind, share in shares.items():
+        given = profile.augment.get(kind, 0.0)
+        raised[f"data.augment.{kind}"] = format_share(share if given < share else min(1.0, 2 * given))
+    return raised
+
+
+_EXPLANATIONS: dict[str, tuple[Callable[[RowProfile], Remedy | None], ...]] = {
+    "over_calling": (_add_negatives, _add_questions, _vary_tools),
+    "over_refusing": (_lower_negatives, _vary_tools),
+    "calls": (_vary_tools, _lower_negatives, _add_turns),
+    "asking": (_add_questions, _add_negatives),
+    "multi_turn": (_add_turns, _add_texts),
+    "reasoning": (_add_reasoning,),
+    "abandoned": (_add_reasoning, _add_texts),
+    "malformed": (_add_negatives, _vary_tools, _add_texts),
+    "invented_tool": (_vary_tools, _add_negatives),
+    "invented_argument": (_add_questions, _vary_tools),
+    "text": (_add_texts,),
+}
+"""Explanations to look for by the cause of a line (``Line.cause``), the most likely first."""
+
+
+def combine(lines: Iterable[JudgedLine]) -> dict[str, str]:
+    """Return the overrides of all remedies; of several shares of one kind, the largest."""
+    combined: dict[str, str] = {}
+    for remedy in (remedy for line in lines for remedy in line.remedies):
+        for key, value in remedy.overrides.items():
+            if key in combined and value.endswith("%") and combined[key].endswith("%"):
+                value = max(value, combined[key], key=parse_share)
+            combined[key] = value
+    return combined
+
+
+def make_commands(overrides: Mapping[str, str], history: TrainingHistory | None) -> list[str]:
+    """Return the command that trains the result again with the remedies; none without any."""
+    if not overrides:
+        return []
+    words = [f"{key}={value}" for key, value in overrides.items()]
+    if history is None or history.command is None or history.output_dir is None:
+        return [shlex.join(["fctune", "train", "CONFIG", "output_dir=NEW_DIRECTORY", *words])]
+    own = {"output_dir", *overrides}
+    kept = [word for word in history.command if word.partition("=")[0] not in own]
+    if kept[:2] == ["fctune", "tune"]:  # whose --out holds the run's directory
+        places = [index for index, word in enumerate(kept) if word == "--out"]
+        dropped = {*places, *(index + 1 for index in places)}
+        kept = [word for index, word in enumerate(kept) if index not in dropped and not word.startswith("--out=")]
+        return [shlex.join([*kept, "--out", f"{Path(history.output_dir).parent}_mended", *words])]
+    return [shlex.join([*kept, f"output_dir={history.output_dir.rstrip('/')}_mended", *words])]

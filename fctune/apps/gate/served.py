@@ -1,0 +1,107 @@
+"""What clients of a server get: the held-out cases again with streamed answers, and with guided decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fctune.apps.gate.cases import HeldOutCases
+from fctune.apps.gate.models import GateModel
+from fctune.base.errors import ConfigError
+from fctune.config.sections.gate import GateConfig
+from fctune.tasks.judge import Row, is_valid
+from fctune.tasks.suite import Suite
+
+STREAMED, GUIDED = "held_out_streamed", "held_out_guided"
+# With it, vLLM constrains the answer by the tools' schemas, so that it is always a readable call.
+_GUIDED_REQUEST = {"tool_choice": "required"}
+
+Rows = Mapping[str, Row]
+
+
+def check_servers(models: Sequence[GateModel], config: GateConfig) -> None:
+    """Require servers where answers are to be streamed or guided.
+
+    Raises:
+        ConfigError: One of the models is not on a server.
+    """
+    for model in models if config.streamed or config.guided else ():
+        if not model.has_server:
+            option = "streamed" if config.streamed else "guided"
+            raise ConfigError(
+                f"gate.{option}: --{model.side} {model.model} is no server. Serve it (fctune serve), and pass its URL."
+            )
+
+
+def ask_served(
+    model: GateModel,
+    cases: HeldOutCases,
+    config: GateConfig,
+    folder: Path,
+    is_fresh: bool,
+    log: Callable[[str], None],
+) -> dict[str, dict[str, Row]]:
+    """Ask a server the held-out cases as the settings say; returns the rows by suite and case."""
+    asked: dict[str, dict[str, Row]] = {}
+    if config.streamed:
+        variant = replace(model, is_streamed=True)
+        asked[STREAMED] = variant.ask(_rename(cases.suite, STREAMED), config, folder, is_fresh, log)
+    if config.guided:
+        due = [case for case in cases.suite.cases if case.expected]
+        variant = replace(model, request={**model.request, **_GUIDED_REQUEST})
+        suite = _rename(cases.suite.with_cases(due), GUIDED)
+        asked[GUIDED] = variant.ask(suite, config, folder, is_fresh, log)
+    return asked
+
+
+def make_tables(before: Mapping[str, Rows], after: Mapping[str, Rows], plain: str) -> dict[str, Any]:
+    """Return what streaming and guided decoding change, for the report; each with ``columns``, ``rows`` and ``lead``.
+
+    Args:
+        before: The base's rows by suite and case.
+        after: The result's.
+        plain: Name of the suite of the same cases without streaming and guiding.
+    """
+    sides = {"base": before, "result": after}
+    tables: dict[str, Any] = {}
+    if STREAMED in before:
+        tables["Streaming"] = {
+            "lead": "Answers whose calls differ from those of the same request without streaming.",
+            "columns": ["model", "answers", "with other calls", "such as"],
+            "rows": [[side, *_compare_streams(rows[plain], rows[STREAMED])] for side, rows in sides.items()],
+        }
+    if GUIDED in before:
+        tables["Guided decoding"] = {
+            "lead": "Cases with a call due, with tool_choice=required. Hidden: wrong without it because no call could "
+            "be read, and right with it; every answer is then a call, also where none is due.",
+            "columns": ["model", "decoding", "cases", "right", "median s", "unanswered", "hidden"],
+            "rows": [row for side, rows in sides.items() for row in _compare_guided(side, rows[plain], rows[GUIDED])],
+        }
+    return tables
+
+
+def _rename(suite: Suite, name: str) -> Suite:
+    renamed = suite.with_cases(suite.cases)
+    renamed.name = name
+    return renamed
+
+
+def _compare_streams(plain: Rows, streamed: Rows) -> list[object]:
+    answered = [i for i in streamed if streamed[i].get("error") is None and plain[i].get("error") is None]
+    other = [i for i in answered if streamed[i]["calls"] != plain[i]["calls"]]
+    return [len(answered), len(other), ", ".join(other[:3])]
+
+
+def _compare_guided(side: str, plain: Rows, guided: Rows) -> list[list[object]]:
+    rows: list[list[object]] = []
+    hidden = sum(not plain[i]["calls"] and not is_valid(plain[i]) and is_valid(row) for i, row in guided.items())
+    for name, found in (("free", {i: plain[i] for i in guided}), ("guided", guided)):
+        seconds = [row["seconds"] for row in found.values() if row.get("seconds") is not None]
+        num_failed = sum(row.get("error") is not None for row in found.values())
+        right = sum(map(is_valid, found.values()))
+        time = f"{median(seconds):.2f}" if seconds else ""
+        rows.append([side, name, len(found), right, time, num_failed, hidden if name == "guided" else ""])
+    return rows

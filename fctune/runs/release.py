@@ -1,0 +1,95 @@
+"""The mark of a model that the gate stopped: ``not_released`` next to its weights, which serving and uploading heed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fctune.base.errors import ConfigError
+from fctune.base.files import write_atomically
+from fctune.runs.directory import RunFiles
+
+FILE_NAME = "not_released"
+
+
+def find_mark(model: str | Path) -> Path:
+    """Return the path of a model's mark, which may not exist.
+
+    Args:
+        model: The output directory of a run, one of its exports, or a model or adapter directory.
+    """
+    path = Path(model)
+    export = RunFiles(path).export
+    if export.is_dir() and not (path / "config.json").is_file():
+        return export / FILE_NAME
+    parent = path.resolve().parent
+    return (parent if parent.name == export.name else path) / FILE_NAME
+
+
+def mark_not_released(model: str | Path, lines: Sequence[Mapping[str, Any]], report: Path) -> Path:
+    """Mark a model as not released, and return the path of the mark.
+
+    Args:
+        model: The model, as ``find_mark`` takes it.
+        lines: The gate's lines that block it, each with ``name``, ``title`` and ``verdict``.
+        report: The gate's report.
+
+    Raises:
+        ConfigError: The mark cannot be written.
+    """
+    mark = find_mark(model)
+    try:
+        write_atomically(mark, json.dumps({"report": str(report.resolve()), "lines": list(lines)}, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{mark}: cannot be written ({error.strerror}), so {model} is not marked.") from None
+    return mark
+
+
+def remove_mark(model: str | Path) -> bool:
+    """Remove the mark of a model; True if there was one.
+
+    Raises:
+        ConfigError: The mark cannot be removed.
+    """
+    mark = find_mark(model)
+    try:
+        had_one = mark.is_file()
+        mark.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{mark}: cannot be removed ({error.strerror}).") from None
+    return had_one
+
+
+def read_mark(model: str | Path) -> list[dict[str, Any]] | None:
+    """Return the lines that block a model; None if it is not marked. Those of a damaged mark are unknown, so empty."""
+    mark = find_mark(model)
+    if not mark.is_file():
+        return None
+    try:
+        lines = json.loads(mark.read_text(encoding="utf-8"))["lines"]
+        return [line for line in lines if isinstance(line, dict) and isinstance(line.get("title"), str)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def require_released(model: str | Path, action: str, is_forced: bool) -> None:
+    """Refuse a model that the gate has stopped.
+
+    Args:
+        model: The model, as ``find_mark`` takes it.
+        action: What is refused, as in "not served".
+        is_forced: Allow it.
+
+    Raises:
+        ConfigError: The model is marked, and it is not forced.
+    """
+    lines = read_mark(model)
+    if lines is None or is_forced:
+        return
+    fallen = ", ".join(f"{line['title']} ({line.get('verdict', 'worse')})" for line in lines) or "the mark is damaged"
+    raise ConfigError(
+        f"{model}: {action}, because the gate stopped it: {fallen}. See {find_mark(model)}; mend the rows and run "
+        "fctune gate again, which removes the mark, or pass --force."
+    )

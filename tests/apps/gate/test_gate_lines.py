@@ -1,0 +1,110 @@
+"""Verdicts of lines: against counting, against simulation, and in the limits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fctune.apps.gate.lines import Line, judge_lines
+from fctune.apps.gate.report import GateReport
+from fctune.tasks.evaluation.paired import (
+    PairedOutcome,
+    adjust_p_values,
+    find_power,
+    find_smallest_fall,
+    mcnemar_p,
+)
+
+
+def make_line(name: str, both: int, lost: int, won: int, neither: int = 0) -> Line:
+    kinds = [(True, True)] * both + [(True, False)] * lost + [(False, True)] * won + [(False, False)] * neither
+    return Line(name, name, [PairedOutcome(f"{name}{i}", *kind) for i, kind in enumerate(kinds)])
+
+
+@pytest.mark.parametrize(
+    ("counts", "tolerance", "verdict"),
+    [
+        ((100, 0, 0), 0.10, "safe"),
+        ((10, 0, 0), 0.10, "undecided"),  # the interval reaches 28 points
+        ((100, 60, 0), 0.10, "worse"),
+        ((192, 8, 0), 0.10, "safe"),  # significant, but within the tolerance
+        ((186, 14, 0), 0.05, "worse"),
+        ((95, 9, 0), 0.10, "undecided"),  # significant, but only near the tolerance
+        ((80, 20, 20), 0.10, "undecided"),  # no fall, and too much noise
+        ((0, 0, 80, 20), 0.10, "safe"),
+    ],
+)
+def test_a_line_is_worse_safe_or_undecided(counts: Sequence[int], tolerance: float, verdict: str) -> None:
+    (judged,) = judge_lines([make_line("one", *counts)], tolerance)
+    assert judged.verdict == verdict
+
+
+def test_a_line_among_many_needs_a_smaller_p() -> None:
+    fallen, others = make_line("fallen", 40, 7, 0), [make_line(f"other{i}", 47, 0, 0) for i in range(9)]
+    assert judge_lines([fallen], 0.1)[0].verdict == "worse"
+    judged = judge_lines([fallen, *others], 0.1)[0]
+    assert judged.comparison.p_value == mcnemar_p(0, 7) == 2 / 2**7
+    assert judged.p_adjusted == 10 * judged.comparison.p_value
+    assert judged.verdict == "undecided"
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_adjusted_p_values_reject_what_holms_procedure_does(p_values: list[float]) -> None:
+    """Step down: the smallest p against level / m, the next against level / (m - 1), and so on to the first failure."""
+    rejected = set()
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        if p_values[i] * (len(p_values) - rank) >= 0.05:
+            break
+        rejected.add(i)
+    adjusted = adjust_p_values(p_values)
+    assert {i for i, p in enumerate(adjusted) if p < 0.05} == rejected
+    assert all(own <= p <= 1 for own, p in zip(p_values, adjusted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("n", "flip_rate", "fall", "level", "tolerance"), [(40, 0.05, 0.3, 0.01, 0.1), (150, 0.1, 0.15, 0.05, 0.0)]
+)
+def test_the_power_is_that_of_simulated_gates(
+    n: int, flip_rate: float, fall: float, level: float, tolerance: float
+) -> None:
+    rng, num_found, trials = random.Random(0), 0, 4000
+    for _ in range(trials):
+        draws = [rng.random() for _ in range(n)]
+        right = sum(draw < flip_rate for draw in draws)
+        wrong = sum(flip_rate <= draw < 2 * flip_rate + fall for draw in draws)
+        num_found += mcnemar_p(right, wrong) < level and wrong - right > tolerance * n
+    expected = find_power(n, flip_rate, fall, level, tolerance)
+    assert abs(num_found / trials - expected) < 4 * (expected * (1 - expected) / trials) ** 0.5 + 1e-9
+
+
+def test_the_smallest_fall_is_where_the_power_is_reached() -> None:
+    fall = find_smallest_fall(100, 0.05, 0.01, 0.1)
+    assert fall is not None
+    assert find_power(100, 0.05, fall, 0.01, 0.1) >= 0.8 > find_power(100, 0.05, fall - 0.002, 0.01, 0.1)
+    assert find_smallest_fall(5, 0.0, 0.05) is None, "five of five changes have a p of 0.06"
+    assert find_smallest_fall(6, 0.0, 0.05) is not None
+    assert find_smallest_fall(0, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"), [((5, 0, 0), "5 items are too few"), ((1, 0, 30, 30), "right on only 1 of 61")]
+)
+def test_a_line_that_finds_nothing_says_why(counts: Sequence[int], words: str) -> None:
+    (judged,) = judge_lines([make_line("one", *counts)], 0.1)
+    assert words in str(judged.blindness)
+
+
+def test_lines_that_were_not_run_are_neither_passed_nor_failed_in_junit() -> None:
+    lines = judge_lines([make_line("good", 100, 0, 0), make_line("b\x01ad", 10, 90, 0), make_line("dim", 9, 1, 0)], 0.1)
+    report = GateReport("a", "b", tuple(lines), {"other": "no data\ud800"}, {"require_safe": False})
+    assert report.verdict == "worse"
+    text = report.to_junit()
+    assert 'tests="4" failures="1" errors="0" skipped="2"' in text
+    assert "not run: no data?" in text
+    strict = GateReport("a", "b", tuple(lines[2:]), {}, {"require_safe": True})
+    assert (strict.verdict, strict.is_blocked) == ("undecided", True)
+    assert GateReport("a", "b", (), {"all": "none"}, {"require_safe": False}).verdict == "undecided"

@@ -1,0 +1,116 @@
+"""What explains a fall is found in the rows, and treated by settings that a run accepts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fctune.apps.gate.history import RowProfile, TrainingHistory, find_history
+from fctune.apps.gate.lines import JudgedLine, Line, judge_lines
+from fctune.apps.gate.remedies import combine, find_remedies, make_commands
+from fctune.config.loading import load_config
+from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.tasks.evaluation.paired import PairedOutcome
+from tests.conftest import ROOT
+
+USER, TEXT, QUESTION = Message("user", "Do it"), Message("assistant", "No."), Message("assistant", "Which one?")
+CALL = Message("assistant", None, (Call("t1", {}),))
+THOUGHT = Message("assistant", "No.", reasoning="Hm.")
+TOOLS = tuple(Tool({"name": f"t{i}"}) for i in range(1, 4))
+
+
+def make_row(*messages: Message, tools: tuple[Tool, ...] = TOOLS) -> Conversation:
+    return Conversation(messages, tools)
+
+
+def fallen(name: str, cause: str = "") -> JudgedLine:
+    line = Line(name, name, [PairedOutcome(str(i), True, i > 60) for i in range(100)], cause=cause)
+    return judge_lines([line], 0.1)[0]
+
+
+def profile(*counted: tuple[int, Conversation], **augment: float) -> RowProfile:
+    made = RowProfile("rows.jsonl", augment)
+    for times, row in counted:
+        for _ in range(times):
+            made.add(row)
+    return made
+
+
+VARIED = [(10, make_row(USER, CALL, tools=(TOOLS[0], Tool({"name": f"other{i}"})))) for i in range(8)]
+GENERAL = (40, make_row(USER, THOUGHT, tools=()))
+TURNS = (30, make_row(USER, TEXT, USER, CALL))
+
+
+@pytest.mark.parametrize(
+    ("line", "rows", "words", "keys"),
+    [
+        ("over_calling", [(100, make_row(USER, CALL))], ["share of negatives", "no clarifications", "one tool set"], 6),
+        ("over_calling", [*VARIED, (40, make_row(USER, QUESTION))], ["nothing that is searched for"], 2),
+        ("over_refusing", [*VARIED, (200, make_row(USER, TEXT))], ["need no call, so that not calling"], 1),
+        ("reasoning", VARIED, ["no reasoning"], 2),
+        ("reasoning", [*VARIED, GENERAL], ["nothing that is searched for"], 2),
+        ("bfcl_multi_turn", VARIED, ["one turn only", "tool calls only"], 2),
+        ("bfcl_multi_turn", [*VARIED, GENERAL, TURNS], ["nothing that is searched for"], 2),
+    ],
+)
+def test_each_fall_is_explained_by_what_the_rows_lack(
+    line: str, rows: list[tuple[int, Conversation]], words: list[str], keys: int
+) -> None:
+    cause = "multi_turn" if "multi" in line else ""
+    remedies = find_remedies(fallen(line, cause), profile(*rows))
+    assert len(remedies) == len(words)
+    for remedy, text in zip(remedies, words, strict=True):
+        assert text in remedy.finding
+    assert len({key for remedy in remedies for key in remedy.overrides}) == keys
+
+
+def test_what_was_tried_is_tried_harder_and_unknown_rows_are_named() -> None:
+    calls = (100, make_row(USER, CALL))
+    (first, *_) = find_remedies(fallen("over_calling"), profile(calls))
+    assert first.overrides == {"data.augment.take_away": "30%"}
+    (first, *_) = find_remedies(fallen("over_calling"), profile(calls, take_away=0.1))
+    assert first.overrides == {"data.augment.take_away": "30%"}
+    tried = find_remedies(fallen("over_calling"), profile(calls, take_away=0.3, ask=0.1, mask_names=0.6))
+    assert "23.1% with those of take_away" in tried[0].finding
+    assert tried[0].overrides["data.augment.take_away"] == "60%"
+    assert tried[1].overrides["data.augment.mask_names"] == "100%"
+    enough = find_remedies(fallen("over_calling"), profile(calls, take_away=0.8, ask=0.1))
+    assert not any("negatives" in one.finding for one in enough), "44 % of the rows are negatives by then"
+    (unknown,) = find_remedies(fallen("over_calling"), None)
+    assert "--rows" in unknown.finding
+
+
+def test_the_command_of_a_run_is_repeated_with_all_remedies(tmp_path: Path) -> None:
+    rows = tmp_path / "calls.jsonl"
+    row = make_row(USER, CALL).to_openai()
+    rows.write_text("".join(json.dumps(row | {"id": i}) + "\n" for i in range(40)))
+    run = tmp_path / "run"
+    (run / "export" / "merged").mkdir(parents=True)
+    words = ["tiny_lora", f"data.sources=[{{path: {rows}}}]", f"output_dir={run}", "max_steps=9"]
+    config: dict[str, Any] = load_config(ROOT / "configs" / "tiny_lora.yaml", words[1:]).to_dict()
+    (run / "run.json").write_text(json.dumps({"config": config, "command": ["fctune", "train", *words]}))
+    history = find_history(str(run / "export" / "merged"))
+    assert history is not None
+    found = history.profile()
+    assert (found.num_rows, found.counts["call"], found.main_set_share) == (40, 40, 1.0)
+    lines = [fallen(name) for name in ("over_calling", "invented_tool")]
+    lines = [
+        JudgedLine(one.line, one.comparison, one.p_adjusted, 0.1, None, find_remedies(one, found)) for one in lines
+    ]
+    (command,) = make_commands(combine(lines), history)
+    _, _, name, *overrides = shlex.split(command)
+    again = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
+    assert again.output_dir == f"{run}_mended"
+    assert (again.max_steps, again.data.augment and again.data.augment.shares()["take_away"]) == (9, 0.3)
+
+
+@pytest.mark.parametrize("named", [["--out", "runs/mine"], ["--out=runs/mine"], []])
+def test_a_tune_is_repeated_in_another_directory_with_the_remedies(named: list[str]) -> None:
+    command = ("fctune", "tune", "--data", "rows.jsonl", *named, "epochs=2")
+    history = TrainingHistory("runs/mine/run", None, config={"output_dir": "runs/mine/run"}, command=command)
+    (again,) = make_commands({"data.augment.take_away": "30%"}, history)
+    assert again == "fctune tune --data rows.jsonl epochs=2 --out runs/mine_mended data.augment.take_away=30%"

@@ -1,0 +1,230 @@
+"""The gate from cases to report, against servers that are harmful in one way each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from fctune.apps.gate import GateReport, run_gate
+from fctune.base.errors import ConfigError, DataError
+from fctune.cli import main
+from fctune.config.sections.gate import GateConfig
+from tests.apps.gate.rule_server import Calls, serve_rule, write_cases
+from tests.tasks.benchmarks.when2call.when2call_rows import write_rows
+
+QUIET: dict[str, Any] = {"log": lambda line: None}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gate") / "cases.jsonl"
+    path.with_suffix(".expected").write_text(json.dumps(write_cases(path, 60)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(cases: Path) -> dict[str, Calls]:
+    found: dict[str, Calls] = json.loads(cases.with_suffix(".expected").read_text())
+    return found
+
+
+def gate(cases: Path, out: Path, expected: dict[str, Calls], before: str, after: str, **settings: Any) -> GateReport:
+    config = GateConfig(benchmarks=[], **settings)
+    with serve_rule(expected, before) as base, serve_rule(expected, after) as tuned:
+        return run_gate(base.url, tuned.url, out, cases=cases, config=config, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("rule", "worse"),
+    [
+        ("right", set()),
+        ("eager", {"over_calling"}),
+        ("timid", {"calls", "over_refusing"}),
+        ("silent", {"abandoned"}),
+        ("inventive", {"calls", "invented_tool", "invented_argument"}),
+    ],
+)
+def test_each_harm_is_seen_on_its_own_lines(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path, rule: str, worse: set[str]
+) -> None:
+    report = gate(cases, tmp_path, expected, "right", rule)
+    found = {line.line.name for line in report.lines if line.verdict == "worse"}
+    assert found == worse
+    assert report.verdict == ("worse" if worse else "safe")
+    assert report.is_blocked == bool(worse)
+    assert "reasoning" in report.not_run
+    assert {"bfcl_irrelevance", "bfcl_multi_turn"} <= report.not_run.keys()
+    for line in report.lines:
+        assert bool(line.remedies) == line.has_fallen, line.line.name
+    lines = {line.line.name: line for line in report.lines}
+    assert lines["over_calling"].comparison.n >= 50, "cases without a call are made where the rows have few"
+    assert set(lines["over_refusing"].comparison.turned_wrong) <= set(lines["calls"].comparison.turned_wrong)
+
+
+def test_a_second_gate_asks_nothing_again_and_other_settings_are_named(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    with serve_rule(expected) as base, serve_rule(expected, "eager") as tuned:
+        config = GateConfig(benchmarks=[], max_cases=20)
+        first = run_gate(base.url, tuned.url, tmp_path, cases=cases, config=config, **QUIET)
+        asked = len(base.bodies), len(tuned.bodies)
+        again = run_gate(base.url, tuned.url, tmp_path, cases=cases, config=config, **QUIET)
+        assert (len(base.bodies), len(tuned.bodies)) == asked
+        assert again.to_json() == first.to_json()
+        other = GateConfig(benchmarks=[], max_cases=20, max_new_tokens=99)
+        with pytest.raises(ConfigError, match=r"(?s)max_new_tokens.*--fresh"):
+            run_gate(base.url, tuned.url, tmp_path, cases=cases, config=other, **QUIET)
+        run_gate(base.url, tuned.url, tmp_path, cases=cases, config=other, is_fresh=True, **QUIET)
+        assert len(base.bodies) == 2 * asked[0]
+
+
+def test_a_gate_that_finds_nothing_says_so_first_and_is_undecided(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    report = gate(cases, tmp_path / "a", expected, "right", "right", max_cases=4)
+    assert report.verdict == "undecided"
+    assert not report.is_blocked
+    assert all("too few" in warning for warning in report.warnings[: len(report.lines)]), report.warnings
+    strict = gate(cases, tmp_path / "b", expected, "right", "right", max_cases=4, require_safe=True)
+    assert strict.is_blocked
+
+
+def test_the_token_budget_is_kept_by_asking_fewer_cases(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    config = GateConfig(benchmarks=[], max_tokens=10_000, max_new_tokens=100)
+    with serve_rule(expected) as base, serve_rule(expected) as tuned:
+        report = run_gate(base.url, tuned.url, tmp_path, cases=cases, config=config, **QUIET)
+        bodies = [*base.bodies, *tuned.bodies]
+        assert 8_000 < sum(body["max_tokens"] for body in bodies) <= 10_000
+        assert any("token budget" in warning for warning in report.warnings)
+        config = GateConfig(benchmarks=[], max_tokens=300, max_new_tokens=100)
+        with pytest.raises(ConfigError, match="max_tokens=300: too few for one case"):
+            run_gate(base.url, tuned.url, tmp_path, cases=cases, config=config, **QUIET)
+
+
+def test_streams_and_guided_decoding_are_asked_and_compared(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    report = gate(cases, tmp_path / "a", expected, "right", "torn", streamed=True, max_cases=40)
+    lines = {line.line.name: line.verdict for line in report.lines}
+    assert lines.pop("calls_streamed") == "worse", "clients that stream get broken calls"
+    assert set(lines.values()) == {"safe"}
+    base, tuned = report.tables["Streaming"]["rows"]
+    assert base[2] == 0
+    assert tuned[2] > 20
+    timid = gate(cases, tmp_path / "b", expected, "right", "timid", guided=True, max_cases=20)
+    rows = {(row[0], row[1]): row for row in timid.tables["Guided decoding"]["rows"]}
+    free, guided = rows["result", "free"], rows["result", "guided"]
+    assert free[3] == 0
+    assert guided[3] == guided[2] == guided[6], "all that the free answers lack is hidden by guiding them"
+
+
+def test_a_benchmark_that_a_server_cannot_be_asked_is_not_run(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    config = GateConfig(benchmarks=["when2call"], max_cases=12)
+    options = {"when2call_data": str(write_rows(tmp_path / "rows.jsonl"))}
+    with serve_rule(expected) as base, serve_rule(expected) as tuned:
+        report = run_gate(base.url, tuned.url, tmp_path / "out", cases=cases, config=config, options=options, **QUIET)
+    for name in ("when2call_call", "when2call_ask", "when2call_decline"):
+        assert "sends no log-probabilities" in report.not_run[name]
+        assert report.to_junit().count(f'name="{name}"') == 1
+    assert not any(line.line.name.startswith("when2call") for line in report.lines)
+
+
+def test_a_held_out_set_in_the_training_rows_is_refused_by_name(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in cases.read_text().splitlines()]
+    answer = {"role": "assistant", "content": "Done."}
+    trained = tmp_path / "rows.jsonl"
+    trained.write_text("".join(json.dumps({"messages": [*row["messages"], answer]}) + "\n" for row in rows[:2]))
+    config = GateConfig(benchmarks=[])
+    with (
+        serve_rule(expected) as server,
+        pytest.raises(DataError, match=r"2 of \d+ cases are in the training rows of .*rows.jsonl"),
+    ):
+        run_gate(server.url, f"{server.url}/v1", tmp_path, cases=cases, rows=[str(trained)], config=config, **QUIET)
+    assert not server.bodies, "nothing is asked before"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tuned", "x"], "no --base"),
+        (["--base", "no/such", "--tuned", "no/such2"], "no/such: no such directory"),
+        (["--base", "fctune/assets/tiny_base", "--tuned", "fctune/assets/tiny_base"], "are both"),
+        (["--base", "fctune/assets/tiny_base", "--tuned", "x", "--tolerance", "0"], "gate.tolerance=0"),
+        (["--base", "fctune/assets/tiny_base", "--tuned", "x", "--max-cases", "0"], "gate.max_cases=0"),
+        (["--base", "fctune/assets/tiny_base", "--tuned", "x", "--cases", "none.jsonl"], "gate.cases=none.jsonl"),
+        (["--base", "fctune/assets/tiny_base", "--tuned", "COPY", "--benchmarks", "mmlu"], "mmlu: no such benchmark"),
+        (["--base", "fctune/assets/tiny_base", "--tuned", "COPY", "--benchmarks", "none"], "nothing to compare"),
+        (["--base", "fctune/assets/tiny_base", "--tuned", "COPY", "--streamed"], "is no server"),
+        (["--base", "fctune/assets/tiny_base", "--tuned", "OTHER"], "different chat templates"),
+    ],
+)
+def test_bad_input_is_named(
+    arguments: list[str],
+    message: str,
+    tiny_base: Path,
+    copy_model: Callable[[Path, str], Path],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def resolve(word: str) -> str:
+        if word not in ("COPY", "OTHER"):
+            return word
+        copied = copy_model(tiny_base, "")
+        if word == "OTHER":
+            file = copied / "tokenizer_config.json"
+            declared = json.loads(file.read_text())
+            file.write_text(json.dumps(declared | {"chat_template": declared["chat_template"] + "{# another #}"}))
+        return str(copied)
+
+    assert main(["gate", *map(resolve, arguments), "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def copy_model(tmp_path: Path) -> Callable[[Path, str], Path]:
+    import shutil
+
+    def copy(model: Path, name: str) -> Path:
+        return Path(shutil.copytree(model, tmp_path / (name or "copy")))
+
+    return copy
+
+
+def test_the_command_blocks_in_process_and_marks_until_a_later_gate_passes(
+    tiny_base: Path, copy_model: Callable[[Path, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned, cases, out = copy_model(tiny_base, "tuned"), tmp_path / "cases.jsonl", tmp_path / "out"
+    write_cases(cases, 3)
+    words = ["gate", "--base", str(tiny_base), "--tuned", str(tuned), "--cases", str(cases), "--out", str(out)]
+    data = write_rows(tmp_path / "when2call.jsonl")
+    words += ["--benchmarks", "when2call", "--when2call-data", str(data), "--max-new-tokens", "4"]
+    assert main([*words, "--require-safe"]) == 1
+    assert "blocked" in capsys.readouterr().out
+    marked = json.loads((tuned / "not_released").read_text())
+    assert {line["verdict"] for line in marked["lines"]} == {"undecided"}
+    for command in (["serve", str(tuned), "--print"], ["push", str(tuned), "me/tuned"]):
+        assert main(command) == 2
+        assert "because the gate stopped it" in capsys.readouterr().err
+    assert main(["serve", str(tuned), "--print", "--force"]) == 0
+    assert main(["push", str(tuned), "me/tuned", "--print-card"]) == 0
+    assert "## Not released" in capsys.readouterr().out
+    report = json.loads((out / "gate.json").read_text())
+    suite = ElementTree.parse(out / "gate.xml").getroot()
+    assert int(suite.attrib["tests"]) == len(report["lines"]) + len(report["not_run"]) == len(suite)
+    assert {"when2call_ask", "calls", "over_calling", "abandoned"} <= {line["name"] for line in report["lines"]}
+    assert int(suite.attrib["failures"]) == len(suite.findall("*/failure")) == len(report["lines"])
+    assert int(suite.attrib["skipped"]) == len(suite.findall("*/skipped")) == len(report["not_run"])
+    assert (out / "gate.html").read_text().count("undecided") >= len(report["lines"])
+    assert main(words) == 0
+    assert not (tuned / "not_released").exists()
