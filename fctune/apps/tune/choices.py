@@ -1,0 +1,341 @@
+"""Config of a tune: the shipped config of a model like this one, on the user's rows, and what follows from them.
+
+Every value carries the reason for it, which the written config shows as its comment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fctune.apps.tune.machine import Machine
+from fctune.base.errors import ConfigError
+from fctune.config.composition import Composition, render_with_origins
+from fctune.config.intervals import format_count
+from fctune.config.loading import compose_config, format_problems, parse_config
+from fctune.config.run_length import USUAL_STEPS
+from fctune.config.schema import RunConfig
+from fctune.config.sections.data import DataConfig, SourceConfig
+from fctune.config.shipped import list_shipped_configs, resolve_shipped_path
+from fctune.config.yaml_text import dump_yaml
+from fctune.models.architecture import Architecture
+from fctune.models.hub import parse_name
+from fctune.models.planned_model import extend_architecture, find_architecture
+from fctune.parallel.search import LayoutSearch, Variant, list_overrides
+
+# Held-out cases that are aimed at: 200 pairs show a fall of about 10 points. Of few rows, a fifth at most is held out.
+_HELD_OUT, _MAX_SHARE, _MIN_SHARE = 200, 0.2, 0.02
+# Conversations that the demo trains the tiny base on; a real model knows language, and needs fewer passes.
+_TINY_ROWS, _TINY_EPOCHS = 10_000, 10
+_EPOCHS = ((1_000, 4), (5_000, 3), (50_000, 2))  # of fewer conversations than this; of more, one
+MIN_SEQ_LEN = 1024
+_FEW_NO_CALLS, _TAKE_AWAY = (
+    0.1,
+    "15%",
+)  # below this share of rows without a call, this share of others is made into some
+_TINY_WEIGHTS = 20_000_000
+_OTHER_FAMILY = math.log(4)  # how much nearer in size a model of another family must be
+_NOT_TAKEN = ("success", "telemetry", "eval", "price_per_gpu_hour", "currency")
+
+
+@dataclass(frozen=True, slots=True)
+class RowFacts:
+    """What the check of the rows found that the config depends on."""
+
+    conversations: int
+    tokens: int
+    longest: int  # tokens of the longest conversation
+    no_calls: int = 0  # conversations with tools that call none
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """A shipped LoRA config and the model that it trains."""
+
+    name: str
+    path: Path
+    model: str
+    family: str
+    num_weights: int
+
+
+class Draft:
+    """A config in the making. A key that the user gave is never chosen."""
+
+    def __init__(self, composition: Composition, given: Sequence[str]):
+        self.composition = composition
+        self._problems: list[str] = []
+        self._given = [word.removeprefix("~").partition("=")[0] for word in given]
+        composition.apply_overrides(given, self._problems)
+
+    def choose(self, key: str, value: Any, reason: str) -> None:
+        """Set a dotted key, unless the user gave it or a part of it."""
+        if any(f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.") for given in self._given):
+            return
+        self.composition.apply_overrides([f"{key}={dump_yaml(value, is_inline=True)}"], self._problems, reason)
+
+    def drop(self, key: str) -> None:
+        """Remove a top-level section, unless the user gave a part of it."""
+        if not any(given.partition(".")[0] == key for given in self._given):
+            self.composition.values.pop(key, None)
+
+    def parse(self) -> RunConfig:
+        """Return the config.
+
+        Raises:
+            ConfigError: Values that the user gave are wrong; all of them.
+        """
+        problems = list(self._problems)
+        config = parse_config(self.composition.values, problems)
+        if problems or config is None:
+            raise ConfigError(format_problems("fctune tune", problems))
+        return config
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The config's values, in the order of the reference."""
+        values = _sort(self.composition.values, RunConfig)
+        return values | {"data": _sort(values["data"], DataConfig)} if "data" in values else values
+
+    def render(self, head: str) -> str:
+        """Return the config as YAML: the lines of ``head`` as comments, then each value with its reason."""
+        comment = "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines())
+        return f"{comment}\n{render_with_origins(self.values, self.composition)}"
+
+    def list_choices(self) -> list[tuple[str, str, str]]:
+        """Return key, value and reason of what was chosen or given, without what a shipped config says."""
+        return [
+            (".".join(map(str, path)), dump_yaml(value, is_inline=True).strip(), origin)
+            for path, value in _iter_values(self.values, ())
+            if (origin := self.composition.origin_of(path)) is not None and not origin.endswith(".yaml")
+        ]
+
+
+def _sort(values: dict[str, Any], schema: type[Any]) -> dict[str, Any]:
+    return {field.name: values[field.name] for field in fields(schema) if field.name in values}
+
+
+def _iter_values(value: Any, path: tuple[str | int, ...]) -> Any:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not value or not items or (isinstance(value, list) and not any(isinstance(item, dict) for item in value)):
+        yield path, value
+        return
+    for name, item in items:
+        yield from _iter_values(item, (*path, name))
+
+
+def draft_config(
+    model: str,
+    architecture: Architecture,
+    machine: Machine,
+    out: Path,
+    sources: Sequence[SourceConfig],
+    given: Sequence[str],
+) -> tuple[Draft, Shipped]:
+    """Draft the config of a model: the nearest shipped config, on these rows alone.
+
+    Args:
+        model: Path or name of the model.
+        architecture: Its sizes.
+        machine: What it is trained on.
+        out: Directory of the run.
+        sources: The user's rows.
+        given: ``key=value`` overrides of the user.
+    """
+    shipped, reason = choose_shipped(model, architecture)
+    composition = compose_config(shipped.path, RunConfig)
+    for path, origin in composition.origins.items():
+        composition.origins[path] = f"configs/{origin.rpartition('configs/')[2]}"
+    composition.values.get("data", {}).pop("sources", None)
+    if "modules" in (adapter := composition.values.get("adapter", {})) and shipped.family != _family(architecture):
+        del adapter["modules"]  # another family's names
+    draft = Draft(composition, given)
+    for key in _NOT_TAKEN:
+        draft.drop(key)
+    draft.choose("output_dir", str(out), "the run's directory in --out")
+    draft.choose("model.path", model, "--model" if shipped.num_weights > _TINY_WEIGHTS else "the built-in model")
+    if not _is_same_model(model, shipped.model):
+        composition.values["model"] = {
+            key: value for key, value in composition.values["model"].items() if key == "path" or key in _keys(given)
+        }
+    draft.choose("data.sources", [_describe_source(source) for source in sources], "--data")
+    draft.choose("adapter.rank", composition.values["adapter"].get("rank", 32), reason)
+    if not machine.num_gpus:
+        why = "no GPU"
+        draft.choose("precision", "fp32", f"{why}: the fastest on processors")
+        draft.choose("compile", False, f"{why}: compiling takes longer than it saves")
+        draft.choose("parallel.mode", "auto", "one process")
+        if composition.values["adapter"].get("base", "bf16") != "bf16":
+            draft.choose("adapter.base", "bf16", f"{why}: stored as precision says")
+        draft.choose("gate.benchmarks", [], f"{why}: a benchmark would take hours; the held-out rows are measured")
+        draft.choose("gate.batch_size", 16, f"{why}: the memory of long prompts is shared with everything else")
+    return draft, shipped
+
+
+def _keys(given: Sequence[str]) -> set[str]:
+    """Return the keys of the model section that the user gave."""
+    words = (word.removeprefix("~").partition("=")[0].split(".") for word in given)
+    return {parts[1] for parts in words if parts[0] == "model" and len(parts) > 1}
+
+
+def _describe_source(source: SourceConfig) -> dict[str, Any]:
+    """Return the keys of a source that differ from their defaults."""
+    plain = SourceConfig(path=source.path)
+    keys = ("format", "columns", "fold", "where", "failed", "wrong_turns")
+    changed = {key: value for key in keys if (value := getattr(source, key)) != getattr(plain, key)}
+    return {"path": source.path, **changed}
+
+
+def size_config(draft: Draft, facts: RowFacts, architecture: Architecture, machine: Machine, has_cases: bool) -> None:
+    """Choose what depends on the number and the length of the rows."""
+    values = draft.composition.values
+    usual = int(values["global_batch_size"]) * int(values["data"].get("seq_len", 4096))  # tokens of a step
+    rows = format_count(facts.conversations, "row")
+    limit = architecture.max_position_embeddings
+    seq_len = min(max(MIN_SEQ_LEN, 2 ** math.ceil(math.log2(max(2, facts.longest)))), limit)
+    if facts.longest <= seq_len:
+        draft.choose("data.seq_len", seq_len, f"holds the longest row, {format_count(facts.longest, 'token')}")
+        draft.choose("data.overlong", "fail", "no row is longer than seq_len")
+    else:
+        draft.choose(
+            "data.seq_len", seq_len, f"the model reads {limit:,} tokens; the longest row has {facts.longest:,}"
+        )
+        draft.choose("data.overlong", "drop", "rows that the model cannot read are left out, and counted")
+    if facts.no_calls < _FEW_NO_CALLS * facts.conversations:
+        why = f"{facts.no_calls:,} of {rows} with tools {'calls' if facts.no_calls == 1 else 'call'} none"
+        draft.choose("data.augment.take_away", _TAKE_AWAY, f"{why}; without such rows a model calls always")
+    if has_cases:
+        draft.choose("data.validation_share", 0.0, "--cases gives the held-out cases")
+    else:
+        share = min(_MAX_SHARE, max(_MIN_SHARE, round(_HELD_OUT / facts.conversations, 3)))
+        count = f"about {share * facts.conversations:,.0f} of {rows}"
+        draft.choose("data.validation_share", share, f"{count} held out, for the gate; never trained on")
+    is_tiny = count_weights(architecture) < _TINY_WEIGHTS
+    if is_tiny:
+        epochs = min(_TINY_EPOCHS, max(1, round(_TINY_ROWS / facts.conversations)))
+        draft.choose("epochs", epochs, f"{rows}; the tiny model needs about {_TINY_ROWS:,}, repeated or not")
+    else:
+        epochs = next((epochs for rows_below, epochs in _EPOCHS if facts.conversations < rows_below), 1)
+        draft.choose("epochs", epochs, f"{rows}; fewer rows are read more often")
+    total = int(facts.tokens * (1 - values["data"]["validation_share"]) * int(values["epochs"]))
+    most = max(1, min(usual, total // USUAL_STEPS) // int(values["data"]["seq_len"]))
+    batch = max(machine.num_processes, 2 ** int(math.log2(most)))
+    steps = math.ceil(total / (batch * int(values["data"]["seq_len"])))
+    draft.choose("global_batch_size", batch, f"packs of seq_len tokens; about {format_count(steps, 'step')}")
+    draft.choose("lr_scheduler.warmup", "5%", "of the steps, however few they are")
+    draft.choose("validation.every", "25%", "of the steps; the gate measures the calls")
+    draft.choose("log_every_n_steps", max(1, steps // 20), "about twenty lines")
+
+
+def fit_config(draft: Draft, architecture: Architecture, model_dir: Path | None, machine: Machine) -> Variant | None:
+    """Choose micro-batch, recomputation, layout and storage of the base by what fits; None if nothing does."""
+    found, is_quantized = find_fit(draft.parse(), architecture, model_dir, machine), False
+    can_quantize = machine.num_gpus and not architecture.expert_names
+    if found is None and can_quantize and draft.parse().adapter is not None:
+        draft.choose("adapter.base", "nf4", f"in bf16 the base does not fit in {machine.describe()}")
+        found, is_quantized = find_fit(draft.parse(), architecture, model_dir, machine), True
+    if found is None:
+        return None
+    what = "the fastest that fits" + (" with a base in 4 bits" if is_quantized else "")
+    gib = found.peak.footprint.total / 1024**3
+    # Equal micro-batches, as compiled code wants them.
+    setting = replace(found.setting, micro_batch_size=2 ** int(math.log2(found.setting.micro_batch_size)))
+    for key, value in list_overrides(draft.parse(), setting).items():
+        if not (key == "parallel.mode" and machine.num_gpus <= 1):
+            draft.choose(key, value, f"{what}: {gib:.1f} GiB of {machine.gpu.memory_bytes / 1024**3:.1f}")
+    return found
+
+
+def find_fit(config: RunConfig, architecture: Architecture, model_dir: Path | None, machine: Machine) -> Variant | None:
+    """Return the fastest setting of a config that fits on a machine; None if none does."""
+    extended, model_dir = extend_architecture(config, architecture, model_dir)
+    search = LayoutSearch(config, extended, model_dir, machine.gpu, 1, machine.num_processes)
+    fitting = [variant for variant in search.variants(1) if variant.fits]
+    return max(fitting, key=lambda variant: variant.tokens_per_s_per_gpu, default=None)
+
+
+def list_shipped() -> list[Shipped]:
+    """Return the shipped configs for supervised LoRA, the largest model first."""
+    found = []
+    for path in list_shipped_configs():
+        values = compose_config(path, RunConfig).values
+        if "adapter" not in values or not values.get("data") or {"preference", "grpo"} & values.keys():
+            continue
+        model = str(values["model"]["path"])
+        name = parse_name(model)
+        architecture, _, _ = find_architecture(resolve_shipped_path(model))
+        found.append(
+            Shipped(
+                path.stem, path, f"hf:{name[0]}" if name else model, _family(architecture), count_weights(architecture)
+            )
+        )
+    return sorted(found, key=lambda shipped: -shipped.num_weights)
+
+
+def choose_shipped(model: str, architecture: Architecture) -> tuple[Shipped, str]:
+    """Choose the shipped config of a model, or of the nearest, preferring its family; returns it with the reason."""
+    num_weights, family = count_weights(architecture), _family(architecture)
+    all_shipped = list_shipped()
+    exact = next((shipped for shipped in all_shipped if _is_same_model(model, shipped.model)), None)
+    if exact is not None:
+        return exact, f"as {exact.name}.yaml, the shipped config of this model"
+
+    def distance(shipped: Shipped) -> float:
+        of_size = abs(math.log(shipped.num_weights / num_weights))
+        return of_size + (0 if shipped.family == family else _OTHER_FAMILY)
+
+    nearest = min(all_shipped, key=distance)
+    relation = "the same family" if nearest.family == family else "the nearest size"
+    sizes = f"{format_weights(nearest.num_weights)}, this one has {format_weights(num_weights)}"
+    return nearest, f"as {nearest.name}.yaml, {relation} ({sizes})"
+
+
+def find_smaller(architecture: Architecture, machine: Machine, num_shown: int = 2) -> list[str]:
+    """Return the largest shipped models, smaller than this one, that a machine can train; its own family first."""
+    family, num_weights = _family(architecture), count_weights(architecture)
+    smaller = [s for s in list_shipped() if s.num_weights < num_weights]
+    rows = [SourceConfig(path="synthetic:train:1")]  # of the length in the config, whatever they are
+    found: list[str] = []
+    for shipped in sorted(smaller, key=lambda s: (s.family != family, -s.num_weights)):
+        if shipped.num_weights > machine.num_processes * machine.gpu.memory_bytes:  # half a byte each is not enough
+            continue
+        other, directory, _ = find_architecture(resolve_shipped_path(shipped.model))
+        draft, _ = draft_config(shipped.model, other, machine, Path("runs"), rows, [f"data.seq_len={MIN_SEQ_LEN}"])
+        draft.choose("global_batch_size", machine.num_processes, "")
+        if fit_config(draft, other, directory, machine) is not None:
+            found.append(shipped.model)
+        if len(found) == num_shown:
+            break
+    return found
+
+
+def count_weights(architecture: Architecture) -> int:
+    """Return the number of weights in linears, experts and token matrices, without norms and biases."""
+    blocks = 0
+    for block in architecture.blocks:
+        blocks += sum(linear.in_dim * linear.out_dim for linear in block.linears)
+        blocks += sum(expert.num_experts * expert.in_dim * expert.out_dim for expert in block.experts)
+    return blocks + (1 if architecture.is_tied else 2) * architecture.vocab_size * architecture.embed_dim
+
+
+def format_weights(count: int) -> str:
+    """Return a number of weights as models are named: 0.6B, 270M."""
+    return f"{count / 1e9:.1f}B" if count >= 5e8 else f"{count / 1e6:.0f}M"
+
+
+def _family(architecture: Architecture) -> str:
+    """Return the architecture's ``model_type``."""
+    return str(getattr(architecture, "family", None) or getattr(architecture, "model_type", ""))
+
+
+def _is_same_model(model: str, shipped: str) -> bool:
+    name, other = parse_name(model), parse_name(shipped)
+    if name is None or other is None:
+        return (
+            name is other
+            and Path(resolve_shipped_path(model)).resolve() == Path(resolve_shipped_path(shipped)).resolve()
+        )
+    return name[0].lower() == other[0].lower()

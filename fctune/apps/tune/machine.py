@@ -1,0 +1,84 @@
+"""Machine that a tune runs on: its GPUs, or its processors described as one GPU."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from fctune.base.errors import ConfigError
+from fctune.base.gpus import GIB, GPUS, Gpu
+from fctune.config.intervals import format_count
+
+_CPU = "CPU"
+_TIMED_DIM = 768  # of the matrices whose product is timed
+_TIMED_PRODUCTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """GPUs, or the processors.
+
+    Attributes:
+        num_gpus: GPUs to use; 0 for the processors.
+        gpu: One of them; of the processors, their memory and the rate of a matrix product timed here.
+        is_known: The GPU is in the table, so that time and cost can be planned.
+    """
+
+    num_gpus: int
+    gpu: Gpu
+    is_known: bool = True
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks to train with."""
+        return max(1, self.num_gpus)
+
+    def describe(self) -> str:
+        """Return the machine in a few words."""
+        memory = f"{self.gpu.memory_bytes / GIB:.1f} GiB"
+        if not self.num_gpus:
+            return f"no GPU, {memory} of free memory"
+        return f"{format_count(self.num_gpus, 'GPU')} ({self.gpu.name}, {memory})"
+
+
+def find_machine(num_gpus: int | None) -> Machine:
+    """Return the GPUs of this machine, or its processors if it has none or 0 GPUs are asked for.
+
+    Raises:
+        ConfigError: More GPUs are asked for than there are.
+    """
+    import torch
+
+    found = torch.cuda.device_count()
+    wanted = found if num_gpus is None else num_gpus
+    if wanted > found:
+        there = f"{format_count(found, 'GPU')} here" if found else "no GPU here that PyTorch can use"
+        raise ConfigError(
+            f"--gpus {wanted}: there is {there}. "
+            f"Pass {f'--gpus {found} or fewer' if found else '--gpus 0'}, or run the command on a larger machine."
+        )
+    if not wanted:
+        return Machine(0, _describe_processors())
+    from fctune.runs.device import find_gpu_kind
+
+    properties = torch.cuda.get_device_properties(0)
+    kind = find_gpu_kind(properties.name)
+    # Of an unknown GPU only the memory is used; the rates are stand-ins that no time is printed from.
+    gpu = replace(GPUS[kind or "a100"], memory_bytes=int(properties.total_memory))
+    return Machine(wanted, gpu if kind else replace(gpu, name=properties.name), kind is not None)
+
+
+def _describe_processors() -> Gpu:
+    """Describe the processors as a GPU with the memory that is free now, and the rate that they reach now."""
+    import psutil
+    import torch
+
+    matrix = torch.ones(_TIMED_DIM, _TIMED_DIM)
+    seconds = []
+    for _ in range(_TIMED_PRODUCTS):
+        started = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - started)
+    tflops = 2 * _TIMED_DIM**3 / min(seconds) / 1e12
+    memory = int(psutil.virtual_memory().available)
+    return Gpu(_CPU, memory, tflops, None, tflops, 20, 20, 1, "this machine", "this machine")

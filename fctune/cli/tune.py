@@ -1,0 +1,605 @@
+"""``fctune tune``: from rows to a judged model in one command, by the steps that other commands do one at a time."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fctune.base.errors import ConfigError, DataError, Interrupted
+from fctune.base.terminal import Terminal, escape_controls
+from fctune.cli.data_rows import add_format_argument, add_selection_arguments, list_sources, read_columns
+from fctune.cli.parser import is_override
+from fctune.config.intervals import format_count, format_duration
+from fctune.config.sections.data import REDACT_KINDS, SourceConfig
+from fctune.config.shipped import resolve_shipped_path, shipped_dir
+
+if TYPE_CHECKING:
+    from fctune.apps.gate import GateReport
+    from fctune.apps.plan.plan import Plan
+    from fctune.apps.tune.choices import Draft, RowFacts
+    from fctune.apps.tune.machine import Machine
+    from fctune.config.schema import RunConfig
+    from fctune.data.check import Report
+    from fctune.data.prepared_set import PreparedSet
+
+_TINY = "fctune/assets/tiny_base"
+_CONFIG = "tune.yaml"
+_RUN, _GATE, _PAGE, _ROWS = "run", "gate", "report.html", "rows"
+_CLEANINGS = ("invalid", *REDACT_KINDS)
+_GIB = 1024**3
+# Keys that options of the command set.
+_OPTIONS = {"output_dir": "--out", "model.path": "--model", "data.sources": "--data"}
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``fctune tune`` to the command."""
+    tune = commands.add_parser(
+        "tune",
+        help="fine-tune a model on your rows and judge it: check, split, plan, train, gate, report",
+        description="Fine-tune a model on your rows in one command: check the rows, hold some out, choose a config for "
+        "the model and this machine, plan, train, compare the result with the base on the held-out rows, and report. "
+        "Every choice is printed with its reason and written to DIR/tune.yaml, which fctune train runs again.",
+        epilog="The same command resumes after Ctrl-C, a kill or an error. Exit codes: 0 done, 1 the result got worse "
+        "or the run failed, 2 wrong usage, config or rows, or a model that does not fit, 74 the disk is full, 75 "
+        "stopped and saved, 130 interrupted between steps.",
+    )
+    tune.add_argument(
+        "--data",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="PATH",
+        help="rows: files, directories or hf:NAME, as for data check",
+    )
+    tune.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="Hugging Face model directory or hf:NAME[@REVISION]; default: the built-in tiny model, to try the way",
+    )
+    tune.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/tune"),
+        metavar="DIR",
+        help="directory of everything; default: %(default)s",
+    )
+    tune.add_argument("--gpus", type=int, metavar="N", help="GPUs to train on; default: all of this machine; 0: none")
+    tune.add_argument(
+        "--clean",
+        type=_to_cleanings,
+        nargs="?",
+        const=["invalid", "secrets"],
+        default=[],
+        metavar="KIND,...",
+        help=f"leave out unusable rows (invalid), and replace by placeholders: {', '.join(REDACT_KINDS)}; without a "
+        "kind: invalid,secrets; default: unusable rows are an error, secrets a warning",
+    )
+    tune.add_argument(
+        "--tools",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="tools of the rows that name none, as logs of agents do, in any form that rows may have",
+    )
+    tune.add_argument(
+        "--cases", metavar="FILE", help="held-out cases or rows to judge with; default: some rows are held out"
+    )
+    tune.add_argument(
+        "--plan-only", action="store_true", help="stop before training; the same command without it resumes"
+    )
+    add_format_argument(tune)
+    add_selection_arguments(tune)
+    tune.add_argument("settings", nargs="*", metavar="key=value", help="config keys to set yourself, such as epochs=2")
+    tune.set_defaults(run=_tune, command_parser=tune)
+
+
+def _to_cleanings(text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if unknown := next((word for word in words if word not in _CLEANINGS), None):
+        raise argparse.ArgumentTypeError(f"{unknown}: unknown kind (known: {', '.join(_CLEANINGS)})")
+    return [kind for kind in _CLEANINGS if kind in words]
+
+
+def sort_words(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Sort ``key=value`` words, which argparse leaves after options, into ``settings``; others are wrong usage."""
+    words = [*arguments.settings, *rest]
+    unknown = [word for word in words if not is_override(word)]
+    arguments.settings = [word for word in (*arguments.data, *words) if is_override(word)]
+    arguments.data = [word for word in arguments.data if not is_override(word)]
+    if unknown:
+        arguments.command_parser.report_unknown(unknown)
+    if not arguments.data:
+        arguments.command_parser.error("argument --data: expected at least one PATH")
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    _check_arguments(arguments)
+    from fctune.apps.tune.progress import Progress
+
+    progress = Progress(arguments.out)
+    try:
+        return _Tune(arguments, progress).run()
+    except KeyboardInterrupt:
+        raise Interrupted("the finished steps are kept; re-run the same command to resume") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or arguments.out}: {error.strerror or error}. Free some space or correct the path; the "
+            "same command resumes."
+        ) from None
+    finally:
+        progress.release()
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Check what needs no slow import.
+
+    Raises:
+        ConfigError: An option is wrong.
+        DataError: There are no such rows.
+    """
+    from fctune.config.parsing import suggest_hub_name
+    from fctune.data.sources.reader import list_files
+
+    for word in arguments.settings:
+        key = word.removeprefix("~").partition("=")[0]
+        if option := next((option for name, option in _OPTIONS.items() if f"{key}.".startswith(f"{name}.")), None):
+            raise ConfigError(f"{word}: fctune tune sets this key by {option}. Pass that instead.")
+        if key == "adapter":
+            raise ConfigError(f"{word}: fctune tune trains adapters. To train all weights, use fctune train.")
+    if arguments.gpus is not None and arguments.gpus < 0:
+        raise ConfigError(f"--gpus {arguments.gpus}: expected 0 or more.")
+    for path in arguments.data:
+        if not path.startswith(("hf:", "synthetic:")):
+            list_files(path)
+    model = arguments.model
+    if model is not None and not model.startswith("hf:") and not Path(resolve_shipped_path(model)).is_dir():
+        if model.startswith(("http://", "https://")):
+            raise ConfigError(f"--model {model}: a server's model cannot be trained. Pass its directory, or hf:NAME.")
+        raise ConfigError(
+            f"--model {model}: no such directory{suggest_hub_name(model, '.')} Pass a Hugging Face model directory, or "
+            "hf:NAME for one of the hub."
+        )
+    if arguments.cases is not None and not Path(arguments.cases).is_file():
+        raise ConfigError(f"--cases {arguments.cases}: no such file. Pass cases or rows in JSONL.")
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise ConfigError(f"--out {arguments.out}: is a file. Name a directory.")
+
+
+class _Tune:
+    """One tune: its steps in order, each skipped if it is done."""
+
+    def __init__(self, arguments: argparse.Namespace, progress: Any):
+        from fctune.apps.tune.rows import RowOptions
+
+        self.arguments, self.progress = arguments, progress
+        self.out: Path = arguments.out
+        self.model: str = arguments.model or _TINY
+        self.console = Terminal(highlight=False, soft_wrap=True, markup=False)
+        self.sources = list_sources(arguments, arguments.data)
+        self.options = RowOptions(arguments.clean, arguments.tools, arguments.cases)
+
+    def say(self, line: str = "", style: str | None = None) -> None:
+        """Print a line."""
+        self.console.print(escape_controls(line), style=style)
+
+    def run(self) -> int:
+        """Do the steps that are not done; returns the exit code."""
+        from fctune.apps.tune.machine import find_machine
+
+        for change in self.progress.accept(self._list_inputs()):
+            self.say(f"changed since the last time: {change}; starting again", "yellow")
+        self.machine = find_machine(self.arguments.gpus)
+        found: dict[str, Any] = {}
+        for step, action in (("check", self.check), ("split", self.split), ("plan", self.plan)):
+            found[step] = self._do(step, partial(action, found))
+        if self.arguments.plan_only:
+            self.say("not trained (--plan-only). Next: the same command without it")
+            return 0
+        self._check_config(found["plan"])
+        if (code := self._train(found["plan"])) != 0:
+            return code
+        found["gate"] = self._do("gate", self._judge)
+        self._do("report", self._report)
+        self._print_next(found["gate"])
+        return int(found["gate"]["is_blocked"])
+
+    def _do(self, step: str, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what a step found: now, or when it was done."""
+        if (found := self.progress.find(step)) is not None:
+            self.say(f"{step}: done {self.progress.when(step)}; not repeated", "dim")
+            for line in found.get("lines", []) if step == "gate" else []:
+                self.say(line)
+            return dict(found)
+        self.say(f"{step}:", "bold")
+        found = action()
+        self.progress.finish(step, found)
+        return found
+
+    def _list_inputs(self) -> dict[str, str]:
+        """Return what the steps depend on, by a name for messages; files by their content."""
+        from fctune.data.fingerprint import FileDigests
+        from fctune.data.sources.reader import list_files
+        from fctune.models.hub import digest_model
+
+        given = self.arguments
+        inputs = {
+            "--model": self.model,
+            "--data": " ".join(given.data),
+            "--gpus": "" if given.gpus is None else str(given.gpus),
+        }
+        for name in ("format", "fold", "failed", "wrong_turns", "cases"):
+            inputs[f"--{name.replace('_', '-')}"] = str(getattr(given, name) or "")
+        inputs["--where"] = " and ".join(map(str, given.where))
+        inputs["--columns"] = json.dumps(read_columns(given))
+        inputs["--clean"] = ",".join(given.clean)
+        inputs["settings"] = shlex.join(given.settings)
+        digests = FileDigests()
+        local = [path for path in given.data if not path.startswith(("hf:", "synthetic:"))]
+        files = [str(file) for path in local for file in list_files(path)]
+        files += [*map(str, given.tools), *([given.cases] if given.cases else [])]
+        for file in files:
+            try:
+                inputs[f"content of {file}"] = digests.digest(file)
+            except OSError as error:
+                raise DataError(f"{file}: cannot be read ({error.strerror}).") from None
+        if not self.model.startswith("hf:"):
+            inputs[f"content of {self.model}"] = digest_model(Path(resolve_shipped_path(self.model)))
+        return inputs
+
+    # The steps. Each returns what later steps, or a second start, need of it.
+
+    def check(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Check the model and every row; refuse what cannot be trained on."""
+        from fctune.apps.tune.choices import MIN_SEQ_LEN, count_weights, format_weights
+        from fctune.apps.tune.rows import add_tools, require_trainable
+        from fctune.models.planned_model import find_architecture
+
+        architecture, _, _ = find_architecture(resolve_shipped_path(self.model))
+        self.say(f"  model: {self.model}, {format_weights(count_weights(architecture))} weights")
+        if self.arguments.model is None:
+            self.say(
+                "  no --model, so the built-in tiny model is trained: it shows the way, and is of no use beyond it",
+                "yellow",
+            )
+        self.say(f"  machine: {self.machine.describe()}")
+        least = self._draft(architecture)  # before anything is downloaded
+        least.choose("data.seq_len", MIN_SEQ_LEN, "the least")
+        least.choose("global_batch_size", self.machine.num_processes, "the least")
+        self._require_fit(architecture, None, least)
+        if self.options.tools:
+            self.sources = add_tools(self.sources, self.options, self.out / _ROWS, lambda line: self.say(f"  {line}"))
+        report = self._check_rows(self._draft(architecture).parse())
+        require_trainable(report, self.options)
+        tokens = report.tokens
+        assert tokens is not None
+        facts = {"conversations": report.conversations, "tokens": tokens.total, "longest": tokens.lengths.max}
+        facts["no_calls"] = report.classes.get("no_call", 0)
+        return {"sources": [source.path for source in self.sources], "facts": facts}
+
+    def _draft(self, architecture: Any) -> Draft:
+        """Draft the config without what depends on the rows."""
+        from fctune.apps.tune.choices import draft_config
+
+        draft, _ = draft_config(
+            self.model, architecture, self.machine, self.out / _RUN, self.sources, self.arguments.settings
+        )
+        draft.choose("gate.chat_template", "tuned", "the base is asked in the form that it is trained in")
+        if self.options.cases is not None:
+            draft.choose("gate.cases", self.options.cases, "--cases")
+        cleanings = self.options.clean
+        kinds = [kind for kind in cleanings if kind != "invalid"]
+        if "invalid" in cleanings:
+            draft.choose("data.on_invalid", "skip", "--clean: unusable rows are left out, and counted")
+            draft.choose("data.max_invalid_share", "100%", "--clean: the check has listed them")
+        else:
+            draft.choose("data.on_invalid", "fail", "every row can be used; --clean leaves unusable ones out")
+        if kinds:
+            draft.choose("data.secrets", "redact", "--clean: placeholders in their place")
+            draft.choose("data.redact.kinds", kinds, "--clean")
+        return draft
+
+    def _check_rows(self, config: RunConfig) -> Report:
+        """Check every row, print what was found, and write the page of the rows."""
+        from fctune.apps.report.data_page import write_data_html
+        from fctune.apps.tune.rows import check_rows, describe_findings, describe_rows
+        from fctune.models.run_config import resolve_base
+
+        with self.console.status("reading") as status:
+            report = check_rows(
+                config,
+                resolve_base(config),
+                self.options.cases,
+                lambda rows: status.update(f"{rows:,} rows read"),
+            )
+        page = self.out / "rows.html"
+        write_data_html(report, page)
+        self.say(f"  rows: {describe_rows(report)}; page: {page}")
+        for line in describe_findings(report, self.options):
+            self.say(f"  {line}", "yellow")
+        return report
+
+    def split(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Choose what follows from the rows, encode them once, and hold some out; sessions stay together."""
+        from fctune.data.augment.augmenter import UnusedKindError
+        from fctune.data.prepared_set import describe_counts
+
+        has_augment = True
+        try:
+            config, prepared = self._prepare(found)
+        except UnusedKindError as error:
+            if any(word.startswith("data.augment") for word in self.arguments.settings):
+                raise
+            self.say(f"  no rows without a call are made: {error}", "yellow")
+            has_augment = False
+            config, prepared = self._prepare(found | {"split": {"has_augment": False}})
+        for line in describe_counts(prepared):
+            self.say(f"  {line}")
+        from fctune.tasks.evaluation.held_out import find_asked, make_held_out_cases
+
+        if self.options.cases is not None:
+            from fctune.apps.tune.rows import require_unseen
+            from fctune.tasks.suite_files import load_suite
+
+            given = load_suite(self.options.cases, has_multi_turn=True).all_cases
+            require_unseen(len(find_asked(given, config.data)), self.options)
+            return {"held_out": len(given), "has_augment": has_augment}
+
+        cases, num_leaked = make_held_out_cases(config.data, prepared)
+        if not cases:
+            raise DataError(
+                "nothing is left to judge the result with: rows to train on ask the questions of all held-out rows, "
+                "because rows repeat each other. Add rows with other questions, or pass --cases FILE."
+            )
+        calls = sum(bool(case.expected) for case in cases)
+        self.say(f"  held out to judge with: {format_count(len(cases), 'case')}, {calls:,} with a call")
+        if num_leaked:
+            count = format_count(num_leaked, "held-out case")
+            self.say(f"  left out of them: {count} whose questions rows to train on ask as well", "yellow")
+        return {"held_out": len(cases), "has_augment": has_augment}
+
+    def _prepare(self, found: dict[str, Any]) -> tuple[RunConfig, PreparedSet]:
+        """Encode and pack the rows, or open the set of an earlier time."""
+        from fctune.config.cache import prepared_root
+        from fctune.data.chosen_template import read_chosen_template
+        from fctune.data.prepared_set import prepare
+        from fctune.models.run_config import resolve_base
+
+        config = self._draft_sized(found)[0].parse()
+        with self.console.status("preparing") as status:
+            prepared = prepare(
+                config.data,
+                resolve_base(config),
+                prepared_root(config),
+                lambda counts: status.update(f"{counts.rows:,} rows read"),
+                config.model.template_args,
+                read_chosen_template(config.model),
+            )
+        return config, prepared
+
+    def _draft_sized(self, found: dict[str, Any]) -> tuple[Draft, Any, Path | None]:
+        """Draft the config with what depends on the rows; returns it with the model's architecture and directory."""
+        from fctune.apps.tune.choices import RowFacts, size_config
+        from fctune.models.planned_model import find_architecture
+
+        if self.options.tools:
+            self.sources = [SourceConfig(path=path) for path in found["check"]["sources"]]
+        architecture, model_dir, _ = find_architecture(resolve_shipped_path(self.model))
+        draft = self._draft(architecture)
+        facts: RowFacts = RowFacts(**found["check"]["facts"])
+        if not found.get("split", {}).get("has_augment", True):
+            facts = replace(facts, no_calls=facts.conversations)
+        size_config(draft, facts, architecture, self.machine, self.options.cases is not None)
+        return draft, architecture, model_dir
+
+    def plan(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Choose the layout, print time and cost, and write the config; refuse what does not fit."""
+        draft, architecture, model_dir = self._draft_sized(found)
+        self._require_fit(architecture, model_dir, draft)
+        config = draft.parse()
+        plan = make_machine_plan(config, self.machine)
+        width = max(len(key) for key, _, _ in draft.list_choices())
+        for key, value, reason in draft.list_choices():
+            self.say(f"  {key:<{width}} = {value}   ({reason})")
+        for line in describe_plan(plan, self.machine):
+            self.say(f"  {line}")
+        self._require_space(plan)
+        head = (
+            f"Written by: {self._command()}\nThe comment after each value is the reason for it. To train again:\n\n"
+            f"  fctune train {shlex.quote(str(self.out / _CONFIG))} output_dir=ANOTHER"
+        )
+        text = draft.render(head)
+        path = self.progress.write(_CONFIG, text)
+        self.say(f"  config: {path}")
+        return {"config": _digest(text)}
+
+    def _require_fit(self, architecture: Any, model_dir: Path | None, draft: Draft) -> None:
+        """Choose a layout that fits; without the size of the rows, only see that there is one.
+
+        Raises:
+            ConfigError: Nothing fits; names smaller models that do.
+        """
+        from fctune.apps.tune.choices import count_weights, find_smaller, fit_config, format_weights
+
+        with self.console.status("planning"):
+            if fit_config(draft, architecture, model_dir, self.machine) is not None:
+                return
+            smaller = find_smaller(architecture, self.machine)
+        smallest = " or ".join(f"--model {name}" for name in smaller)
+        remedy = f"Choose a smaller model: {smallest}; or" if smaller else "Use"
+        raise ConfigError(
+            f"--model {self.model}: {format_weights(count_weights(architecture))} weights do not fit in this machine "
+            f"({self.machine.describe()}) with rows of {draft.parse().data.seq_len:,} tokens, whatever the layout. "
+            f"{remedy} a machine with more or larger GPUs (docs/clusters.md)."
+        )
+
+    def _require_space(self, plan: Plan) -> None:
+        storage = plan.estimate.storage
+        needed, free = storage.checkpoints_bytes + storage.export_bytes, shutil.disk_usage(self.out).free
+        self.say(f"  disk: about {needed / _GIB:.1f} GiB of {free / _GIB:.1f} GiB that are free")
+        if needed > free:
+            raise ConfigError(
+                f"--out {self.out}: its disk has {free / _GIB:.1f} GiB free, and the run writes about "
+                f"{needed / _GIB:.1f} GiB (checkpoints {storage.checkpoints_bytes / _GIB:.1f}, export "
+                f"{storage.export_bytes / _GIB:.1f}). Free some space, or choose --out on another disk."
+            )
+
+    def _check_config(self, planned: dict[str, Any]) -> None:
+        """Say that the config was edited, and refuse it if the result was trained without the edit."""
+        path = self.out / _CONFIG
+        if not path.is_file():
+            raise ConfigError(f"{path}: is gone. Delete {self.out / 'tune.json'} to write it again.")
+        trained = self.progress.find("train")
+        digest = _digest(path.read_text(encoding="utf-8"))
+        if trained is not None and trained["config"] != digest:
+            raise ConfigError(
+                f"{path}: was edited after training. Train it with `fctune train {shlex.quote(str(path))} "
+                "output_dir=ANOTHER`, or undo the edit."
+            )
+        if trained is None and planned["config"] != digest:
+            self.say(f"{path} was edited: trained as it is", "yellow")
+
+    def _train(self, planned: dict[str, Any]) -> int:
+        """Train, or resume training; returns the run's exit code."""
+        path = self.out / _CONFIG
+        if self.progress.find("train") is not None:
+            self._do("train", dict)
+            return 0
+        from fctune.models.run_config import load_run_config
+        from fctune.training.launcher import launch_recipe
+
+        digest = _digest(path.read_text(encoding="utf-8"))
+        config = load_run_config(path)
+        processes = self.machine.num_processes
+        self.say(f"train: {format_count(processes, 'process', 'processes')}; Ctrl-C saves", "bold")
+        code = launch_recipe(
+            shipped_dir("recipes") / f"{config.recipe}.py", ["--config", str(path)], processes, self.out / _RUN, _show
+        )
+        if code == 0:
+            self.progress.finish("train", {"config": digest})
+        else:
+            why = "training was stopped" if code == 75 else f"training ended with code {code} (above)"
+            _show(f"{why}; re-run the same command to resume it")
+        return code
+
+    def _judge(self) -> dict[str, Any]:
+        """Ask base and result the same cases, and judge each line."""
+        from fctune.apps.gate import run_gate
+        from fctune.cli.gate import print_report
+        from fctune.cli.tables import make_console
+        from fctune.models.run_config import load_run_config, resolve_base
+        from fctune.tasks.evaluation.held_out import HELD_OUT_FILE
+
+        config = load_run_config(self.out / _CONFIG)
+        named = config.gate.cases if config.gate is not None else None
+        cases = self.options.cases or named or self.out / _RUN / HELD_OUT_FILE
+        if not Path(cases).is_file():
+            raise DataError(
+                f"{cases}: is missing, so there is nothing to judge with. Pass --cases FILE to fctune gate."
+            )
+        report: GateReport = run_gate(
+            str(resolve_base(config)),
+            str(self.out / _RUN),
+            self.out / _GATE,
+            cases=cases,
+            config=config.gate,
+            log=_show,
+        )
+        print_report(make_console(), report, self.out / _GATE)
+        lines = [f"  {line.line.title}: {line.verdict}" for line in report.lines]
+        return {"verdict": report.verdict, "is_blocked": report.is_blocked, "lines": lines}
+
+    def _report(self) -> dict[str, Any]:
+        """Write the page of the run, with the accuracy before and after."""
+        from fctune.apps.report.run_page import write_run_html
+        from fctune.runs.figures import Pricing
+        from fctune.runs.record import read_run
+        from fctune.tasks.evaluation.accuracy import find_accuracies, pair_results
+
+        record = read_run(self.out / _RUN)
+        page = self.out / _PAGE
+        after, before = (self.out / _GATE / f"{side}.held_out.jsonl" for side in ("tuned", "base"))
+        judged = [pair_results(after, before)] if after.is_file() and before.is_file() else []
+        write_run_html([record], page, [[*judged, *find_accuracies(record)]], [[]], Pricing(None, None, 0.0), [])
+        self.say(f"  page: {page}")
+        return {}
+
+    def _print_next(self, judged: dict[str, Any]) -> None:
+        """Print the verdict and the commands that come next."""
+        run = shlex.quote(str(self.out / _RUN))
+        verdict = judged["verdict"]
+        meaning = {
+            "safe": "nothing got worse than its tolerance",
+            "worse": "a line got worse, so serve and push refuse the result; see the remedies above",
+            "undecided": "some lines have too few cases to tell; nothing is known to be worse",
+        }[verdict]
+        self.say()
+        self.say(
+            f"verdict: {verdict} ({meaning})", {"safe": "bold green", "worse": "bold red"}.get(verdict, "bold yellow")
+        )
+        if not judged["is_blocked"]:
+            self.say(f"try it:       fctune chat {run}")
+            self.say(f"serve it:     fctune serve {run}")
+            self.say(f"publish it:   fctune push {run} OWNER/NAME")
+        self.say(f"train again:  fctune train {shlex.quote(str(self.out / _CONFIG))} output_dir=ANOTHER")
+
+    def _command(self) -> str:
+        from fctune.runs.directory import find_typed_command
+
+        typed = find_typed_command()
+        return shlex.join(typed) if typed else f"fctune tune --data {' '.join(self.arguments.data)}"
+
+
+def make_machine_plan(config: RunConfig, machine: Machine) -> Plan:
+    """Plan a run on a machine. Of processors, the time is that of the arithmetic at the rate that was timed."""
+    from fctune.apps.plan.plan import make_plan
+    from fctune.apps.plan.request import PlanRequest
+
+    if machine.num_gpus:
+        request = PlanRequest(gpu=machine.gpu, gpus_per_node=machine.num_gpus, shared_gib=0, network_gib=0)
+    else:
+        request = PlanRequest(
+            gpu=machine.gpu, gpus_per_node=1, shared_gib=0, network_gib=0, efficiency=1.0, price=0.0, startup_min=0.25
+        )
+    return make_plan(config, request)
+
+
+def describe_plan(plan: Plan, machine: Machine) -> list[str]:
+    """Return memory, time and cost of a plan, one line each."""
+    footprint, memory = plan.peak.footprint.total / _GIB, machine.gpu.memory_bytes / _GIB
+    each = "" if machine.num_gpus <= 1 else " on each GPU"
+    lines = [f"memory: {footprint:.1f} of {memory:.1f} GiB{each}"]
+    hours, steps = plan.estimate.hours, format_count(plan.num_steps or 0, "step")
+    if hours is None or not machine.is_known:
+        return [*lines, f"time: unknown for this GPU; {steps}"]
+    if not machine.num_gpus:
+        return [
+            *lines,
+            f"time: about {format_duration(3600 * hours)} for {steps}, if nothing else uses the processors; then the "
+            "gate asks both models",
+            "cost: that of this machine",
+        ]
+    low, high = (format_duration(3600 * bound) for bound in plan.hours_range or (hours, hours))
+    lines.append(
+        f"time: about {format_duration(3600 * hours)} for {steps} ({low} to {high}); then the gate asks both models"
+    )
+    if plan.estimate.cost is None:
+        return [*lines, "cost: no list price is known for this GPU"]
+    return [*lines, f"cost: {plan.estimate.cost.gpus:.2f} USD if rented, at {plan.request.price:g} USD per GPU-hour"]
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _show(line: str) -> None:
+    print(escape_controls(f"fctune tune: {line}"), file=sys.stderr, flush=True)

@@ -1,0 +1,142 @@
+"""``fctune tune`` chooses a shipped config by family and size, and the rest by the rows and the machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fctune.apps.tune.choices import (
+    RowFacts,
+    choose_shipped,
+    draft_config,
+    find_smaller,
+    fit_config,
+    list_shipped,
+    size_config,
+)
+from fctune.apps.tune.machine import Machine, find_machine
+from fctune.base.errors import ConfigError
+from fctune.base.gpus import GIB, GPUS
+from fctune.config.schema import RunConfig
+from fctune.config.sections.data import SourceConfig
+from fctune.models.planned_model import find_architecture
+from fctune.models.run_config import load_run_config
+
+ROWS = [SourceConfig(path="synthetic:train:1")]
+CPU = Machine(0, replace(GPUS["h100"], name="CPU", memory_bytes=16 * GIB))
+H100 = Machine(1, GPUS["h100"])
+
+
+def choose(
+    model: str, machine: Machine, facts: RowFacts, *given: str, has_cases: bool = False
+) -> tuple[RunConfig, dict[str, str]]:
+    """Return the config of a tune, and the reason of each value."""
+    architecture, model_dir, _ = find_architecture(model)
+    draft, _ = draft_config(model, architecture, machine, Path("out/run"), ROWS, given)
+    size_config(draft, facts, architecture, machine, has_cases)
+    assert fit_config(draft, architecture, model_dir, machine) is not None
+    return draft.parse(), {key: reason for key, _, reason in draft.list_choices()}
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("fctune/assets/tiny_base", "tiny_lora"),
+        ("hf:Qwen/Qwen3-8B", "qwen3_8b_lora"),  # the model itself
+        ("hf:meta-llama/Llama-3.2-3B-Instruct", "llama3_1_8b_lora"),  # its family's nearest
+        ({"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24}, "qwen3_0_6b_lora"),  # its size's
+    ],
+)
+def test_the_config_is_that_of_the_model_else_of_its_family_and_size(
+    model: str | dict[str, object], expected: str, tmp_path: Path
+) -> None:
+    if not isinstance(model, str):
+        sizes = {"intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
+        more = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True}
+        (tmp_path / "config.json").write_text(json.dumps(model | sizes | more))
+        model = str(tmp_path)
+    architecture, _, _ = find_architecture(model)
+    shipped, reason = choose_shipped(model, architecture)
+    assert shipped.name == expected
+    assert reason.startswith(f"as {expected}.yaml")
+
+
+def test_the_rows_are_the_users_alone_and_every_key_has_a_reason() -> None:
+    config, reasons = choose("hf:Qwen/Qwen3-8B", H100, RowFacts(3_000, 1_500_000, 1_800))
+    assert [source.path for source in config.data.sources] == ["synthetic:train:1"]
+    assert (config.output_dir, config.success, config.telemetry) == ("out/run", None, None)
+    assert config.data.seq_len == 2048  # of 1,800 tokens
+    assert config.adapter is not None
+    assert (config.adapter.rank, config.precision, config.compile) == (32, "bf16", True)  # of the shipped config
+    assert config.micro_batch_size in (1, 2, 4, 8)
+    assert "about 201 of 3,000 rows" in reasons["data.validation_share"]
+    assert "GiB of 79.1" in reasons["micro_batch_size"]
+    assert all(reasons.values())
+
+
+def test_few_rows_get_small_batches_and_several_passes_and_many_rows_the_usual() -> None:
+    few, _ = choose("fctune/assets/tiny_base", CPU, RowFacts(100, 20_000, 300))
+    many, _ = choose("fctune/assets/tiny_base", CPU, RowFacts(60_000, 12_000_000, 300))
+    assert (few.epochs, few.data.validation_share, few.global_batch_size) == (10, 0.2, 1)
+    assert (many.epochs, many.data.validation_share, many.global_batch_size) == (1, 0.02, 2)
+    for config in (few, many):
+        assert (config.precision, config.compile) == ("fp32", False)  # no GPU
+        assert config.gate is not None
+        assert config.gate.benchmarks == []
+    cases, _ = choose("fctune/assets/tiny_base", CPU, RowFacts(12, 2_000, 300), has_cases=True)
+    assert cases.data.validation_share == 0.0
+
+
+def test_what_the_user_sets_is_never_chosen() -> None:
+    given = ("epochs=7", "optimizer.lr=1e-3", "data.seq_len=512")
+    config, reasons = choose("fctune/assets/tiny_base", CPU, RowFacts(100, 20_000, 300), *given)
+    assert (config.epochs, config.optimizer["lr"], config.data.seq_len) == (7, 1e-3, 512)
+    assert reasons["epochs"] == "command line"
+    with pytest.raises(ConfigError, match="epoch: unknown key"):
+        choose("fctune/assets/tiny_base", CPU, RowFacts(100, 20_000, 300), "epoch=7")
+
+
+def test_rows_longer_than_the_model_reads_are_dropped_and_said() -> None:
+    config, reasons = choose("fctune/assets/tiny_base", CPU, RowFacts(100, 900_000, 90_000))
+    assert config.data.overlong == "drop"
+    assert "the longest row has 90,000" in reasons["data.seq_len"]
+
+
+def test_a_base_that_fits_in_4_bits_alone_is_trained_so_and_one_that_does_not_names_smaller_models() -> None:
+    small = Machine(1, replace(GPUS["l4"], memory_bytes=11 * GIB, name="small"))
+    config, reasons = choose("hf:Qwen/Qwen3-8B", small, RowFacts(3_000, 1_500_000, 900))
+    assert config.adapter is not None
+    assert config.adapter.base == "nf4"
+    assert reasons["adapter.base"] == "in bf16 the base does not fit in 1 GPU (small, 11.0 GiB)"
+    architecture, model_dir, _ = find_architecture("hf:Qwen/Qwen3-32B")
+    draft, _ = draft_config("hf:Qwen/Qwen3-32B", architecture, small, Path("out"), ROWS, [])
+    assert fit_config(draft, architecture, model_dir, small) is None
+    smaller = find_smaller(architecture, small)
+    assert smaller == ["hf:Qwen/Qwen3-8B", "hf:Qwen/Qwen3-4B-Instruct-2507"]
+
+
+def test_the_written_config_reads_back_the_same_with_a_comment_after_each_value(tmp_path: Path) -> None:
+    architecture, _, _ = find_architecture("fctune/assets/tiny_base")
+    draft, _ = draft_config("fctune/assets/tiny_base", architecture, CPU, tmp_path / "run", ROWS, ["epochs=2"])
+    path = tmp_path / "tune.yaml"
+    path.write_text(draft.render("made by a test"))
+    assert load_run_config(path) == draft.parse()
+    text = path.read_text()
+    lines = [line for line in text.splitlines()[2:] if not line.endswith(":")]
+    assert all(" # " in line for line in lines)
+    assert list(yaml.safe_load(text))[:3] == ["output_dir", "model", "data"]
+
+
+def test_every_shipped_lora_config_is_a_candidate() -> None:
+    names = {shipped.name for shipped in list_shipped()}
+    assert {"tiny_lora", "qwen3_8b_lora", "llama3_3_70b_lora", "gpt_oss_20b_lora"} <= names
+    assert not {"tiny_dpo", "tiny_grpo", "tiny_full", "acceptance_cpu"} & names
+
+
+def test_more_gpus_than_there_are_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--gpus 64: there (is|are) .* here"):
+        find_machine(64)

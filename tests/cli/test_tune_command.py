@@ -1,0 +1,355 @@
+"""``fctune tune``: rows to a judged model in one command, which resumes at each step and refuses what cannot work."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from fctune.apps.tune.machine import Machine
+from fctune.base.gpus import GIB, GPUS
+from fctune.cli import main
+from fctune.data.synthetic import iter_conversations
+from fctune.models.run_config import load_run_config
+from tests.cli.processes import wait_until
+from tests.conftest import ROOT, TINY_BASE
+from tests.warm_interpreter import warm_python
+
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+QUICK = ["epochs=1", "gate.max_new_tokens=48"]  # the result may be any; its steps are tested
+STEPS = ["check", "split", "plan", "train", "gate", "report"]
+
+
+def write_synthetic(path: Path, num_rows: int, seed: int = 3) -> Path:
+    rows = (conversation.to_openai() for conversation in iter_conversations("varied", num_rows, seed))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A finished tune, and what it printed."""
+
+    folder: Path
+    command: list[str]
+    output: str
+    code: int
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
+    folder = tmp_path_factory.mktemp("tune")
+    write_synthetic(folder / "rows.jsonl", 60)
+    command = ["tune", "--data", "rows.jsonl", "--out", "out", *QUICK]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("FCTUNE_CACHE", str(folder / "cache"))
+        process = subprocess.run(
+            [warm_python(), "-m", "fctune.cli", *command],
+            cwd=folder,
+            env={**ENVIRONMENT, "FCTUNE_CACHE": str(folder / "cache")},
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode in (0, 1), process.stdout + process.stderr
+        yield Tuned(folder, command, process.stdout, process.returncode)
+
+
+def test_each_step_is_printed_with_its_findings_and_the_next_commands(tuned: Tuned) -> None:
+    assert [line[:-1] for line in tuned.output.splitlines() if line.removesuffix(":") in STEPS] == [
+        "check",
+        "split",
+        "plan",
+        "gate",
+        "report",
+    ]
+    assert "train: 1 process; Ctrl-C saves" in tuned.output
+    assert "60 of 60 usable" in tuned.output
+    assert "held out to judge with: 12 cases" in tuned.output
+    assert "about 12 of 60 rows held out, for the gate; never trained on" in tuned.output
+    assert re.search(r"time: about .* for \d+ steps", tuned.output)
+    assert "not run: bfcl" in tuned.output  # listed, never as passed
+    verdict = json.loads((tuned.folder / "out" / "gate" / "gate.json").read_text())["verdict"]
+    assert f"verdict: {verdict} (" in tuned.output
+    assert tuned.code == int(verdict == "worse")
+    assert ("serve it:     fctune serve out/run" in tuned.output) == (verdict != "worse")
+    assert "train again:  fctune train out/tune.yaml output_dir=ANOTHER" in tuned.output
+
+
+def test_the_files_are_where_the_commands_look_for_them(tuned: Tuned) -> None:
+    out = tuned.folder / "out"
+    for file in ("rows.html", "tune.yaml", "tune.json", "run/export/merged/config.json", "run/held_out.jsonl"):
+        assert (out / file).is_file(), file
+    held_out = [json.loads(line)["id"] for line in (out / "run" / "held_out.jsonl").read_text().splitlines()]
+    assert 1 <= len(held_out) <= 12
+    assert "Tool-call accuracy: held_out" in (out / "report.html").read_text()  # before and after, from the gate
+
+
+def test_the_written_config_is_that_of_the_run(tuned: Tuned) -> None:
+    config = load_run_config("out/tune.yaml")
+    recorded = json.loads((tuned.folder / "out" / "run" / "run.json").read_text())["config"]
+    assert json.loads(json.dumps(config.to_dict())) == recorded
+    assert [source.path for source in config.data.sources] == ["rows.jsonl"]
+
+
+@pytest.mark.thorough
+def test_fctune_train_repeats_the_written_config(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main(["train", "out/tune.yaml", "--nproc", "1", "output_dir=again"]) == 0
+
+    def read_losses(run: Path) -> list[float]:
+        return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    assert read_losses(tuned.folder / "again") == read_losses(tuned.folder / "out" / "run")
+
+
+def test_a_second_run_repeats_nothing_and_a_changed_one_is_refused(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
+    assert main(tuned.command) == tuned.code
+    output = capsys.readouterr().out
+    assert [line.partition(":")[0] for line in output.splitlines() if line.endswith("not repeated")] == STEPS
+    assert "verdict:" in output
+
+    assert main([*tuned.command, "epochs=2"]) == 2
+    errors = capsys.readouterr().err
+    assert "--out out: was trained with other rows or settings." in errors
+    assert "settings: was epochs=1 gate.max_new_tokens=48, is epochs=1 gate.max_new_tokens=48 epochs=2" in errors
+
+    rows = tuned.folder / "rows.jsonl"
+    before = rows.read_text()
+    try:
+        rows.write_text(before.partition("\n")[2])
+        assert main(tuned.command) == 2
+        assert "rows.jsonl has changed" in capsys.readouterr().err
+    finally:
+        rows.write_text(before)
+
+    path = tuned.folder / "out" / "tune.yaml"
+    text = path.read_text()
+    try:
+        path.write_text(text.replace("epochs: 1 ", "epochs: 2 "))
+        assert main(tuned.command) == 2
+        assert "out/tune.yaml: was edited after training" in capsys.readouterr().err
+    finally:
+        path.write_text(text)
+
+
+def change(conversation: dict[str, object], **values: object) -> dict[str, object]:
+    return {key: value for key, value in (conversation | values).items() if value is not None}
+
+
+def drop_calls(path: Path) -> None:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]
+    path.write_text("".join(json.dumps(change(row, messages=talk)) + "\n" for row in rows))
+
+
+def keep_few(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
+
+
+def break_one(path: Path) -> None:
+    path.write_text(path.read_text() + '{"messages": [{"role": "robot", "content": "x"}]}\n')
+
+
+def repeat_questions(path: Path) -> None:
+    """One question with forty results, so that each held-out one is trained on, too."""
+    row = next(row for row in map(json.loads, path.read_text().splitlines()) if row["messages"][1].get("tool_calls"))
+    question, answer = row["messages"][:2]
+    lines = []
+    for number in range(40):
+        results = [{"role": "tool", "content": f"{number}"} for _ in answer["tool_calls"]]
+        messages = [question, answer, *results, {"role": "assistant", "content": f"Result {number}."}]
+        lines.append(json.dumps({"tools": row["tools"], "messages": messages}) + "\n")
+    path.write_text("".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "arguments", "expected"),
+    [
+        (None, ["--data", "absent.jsonl"], "absent.jsonl: no such file or directory"),
+        (None, ["--data", "rows.jsonl", "--model", "Qwen/Qwen3-8B"], "did you mean hf:Qwen/Qwen3-8B?"),
+        (None, ["--data", "rows.jsonl", "--model", "http://host/v1"], "Pass its directory, or hf:NAME"),
+        (None, ["--data", "rows.jsonl", "--gpus", "64"], "--gpus 64: there is"),
+        (None, ["--data", "rows.jsonl", "--out", "rows.jsonl"], "is a file. Name a directory"),
+        (None, ["--data", "rows.jsonl", "epoch=2"], "epoch: unknown key"),
+        (None, ["--data", "rows.jsonl", "output_dir=x"], "fctune tune sets this key by --out. Pass that instead"),
+        (None, ["--data", "rows.jsonl", "adapter=null"], "To train all weights, use fctune train"),
+        (None, ["--data", "rows.jsonl", "--cases", "rows.jsonl"], "to train on, so the result would be judged by what"),
+        (drop_calls, ["--data", "rows.jsonl"], "no row has a call, so a model trained on them would learn never to"),
+        (keep_few, ["--data", "rows.jsonl"], "7 usable rows, too few to hold some out"),
+        (
+            break_one,
+            ["--data", "rows.jsonl"],
+            "1 of 41 rows cannot be trained on (above). Correct them, or add --clean",
+        ),
+        (repeat_questions, ["--data", "rows.jsonl"], "Add rows with other questions, or pass --cases FILE"),
+    ],
+)
+def test_bad_input_is_one_sentence_that_says_what_to_do(
+    prepare: Callable[[Path], None] | None,
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = write_synthetic(tmp_path / "rows.jsonl", 40)
+    if prepare is not None:
+        prepare(rows)
+    assert main(["tune", "--out", "out", *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert expected in errors
+    assert "Traceback" not in errors
+
+
+def test_clean_leaves_out_unusable_rows_and_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    break_one(write_synthetic(tmp_path / "rows.jsonl", 40))
+    command = ["tune", "--data", "rows.jsonl", "--out", "out", "--plan-only"]
+    assert main([*command, "--clean"]) == 0
+    output = capsys.readouterr().out
+    assert "40 of 41 usable" in output
+    assert "rows.jsonl:41: messages[0].role" in output
+    config = load_run_config("out/tune.yaml")
+    assert (config.data.on_invalid, config.data.secrets) == ("skip", "redact")
+    # Before training, changed rows or settings are said, and the steps are repeated.
+    write_synthetic(tmp_path / "rows.jsonl", 40)
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    assert "changed since the last time: rows.jsonl has changed; starting again" in output
+    assert "changed since the last time: --clean: was invalid,secrets, is not given" in output
+    assert "not repeated" not in output
+
+
+def test_rows_of_an_agent_get_the_tools_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in write_synthetic(tmp_path / "rows.jsonl", 40).read_text().splitlines()]
+    offered = {tool["function"]["name"]: tool["function"] for row in rows for tool in row["tools"]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(change(row, tools=None)) + "\n" for row in rows))
+    command = ["tune", "--data", "rows.jsonl", "--out", "out", "--plan-only"]
+    assert main(command) == 2
+    errors = capsys.readouterr().err
+    (draft,) = re.findall(r"`fctune (data tools .*?)`", errors)
+    assert main(draft.split()) == 0
+    (following,) = re.findall(r"Then: fctune (tune .*)", capsys.readouterr().out)
+    for tool in json.loads((tmp_path / "tools.json").read_text()):
+        known = offered[tool["function"]["name"]]["parameters"]["properties"]
+        found = tool["function"]["parameters"]["properties"]
+        assert {name: known[name]["type"] for name in found} == {name: found[name]["type"] for name in found}
+    assert main([*following.split(), "--out", "out", "--plan-only"]) == 0
+    assert load_run_config("out/tune.yaml").data.sources[0].path == "out/rows/1.jsonl"
+
+
+def test_a_model_that_does_not_fit_or_lacks_a_template_or_is_gated_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_synthetic(tmp_path / "rows.jsonl", 40)
+    base = shutil.copytree(TINY_BASE, tmp_path / "base")
+    tokenizer = json.loads((base / "tokenizer_config.json").read_text())
+    del tokenizer["chat_template"]
+    (base / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    command = ["tune", "--data", "rows.jsonl", "--out", "out", "--model"]
+    assert main([*command, "base"]) == 2
+    assert "has no chat template, as base models have none" in capsys.readouterr().err
+
+    assert main([*command, "hf:google/gemma-3-270m"]) == 2  # without a network, as without a token
+    assert "a gated model needs its licence accepted and HF_TOKEN set" in capsys.readouterr().err
+
+    small = Machine(1, replace(GPUS["l4"], name="small", memory_bytes=3 * GIB))
+    monkeypatch.setattr("fctune.apps.tune.machine.find_machine", lambda _: small)
+    assert main([*command, "hf:Qwen/Qwen3-8B"]) == 2
+    errors = capsys.readouterr().err
+    assert "--model hf:Qwen/Qwen3-8B: 8.2B weights do not fit in this machine (1 GPU (small, 3.0 GiB))" in errors
+    assert "Choose a smaller model: --model hf:Qwen/Qwen3-0.6B" in errors
+    assert not (tmp_path / "out" / "run").exists()
+
+
+def test_a_full_disk_and_a_directory_of_another_run_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_synthetic(tmp_path / "rows.jsonl", 40)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text("{}")
+    command = ["tune", "--data", "rows.jsonl", "--out"]
+    assert main([*command, "other"]) == 2
+    assert "--out other: holds a run of fctune train (run.json), no tune. Choose another" in capsys.readouterr().err
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1024))
+    assert main([*command, "out"]) == 2
+    assert "Free some space, or choose --out on another disk" in capsys.readouterr().err
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    command = [warm_python(), "-m", "fctune.cli", "tune", "--data", "rows.jsonl", "--out", "out", *QUICK, *more]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**ENVIRONMENT, "FCTUNE_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.thorough
+def test_a_tune_killed_in_each_step_resumes_there(tmp_path: Path) -> None:
+    """Killed as each step begins, and stopped by Ctrl-C in training and in the gate; every step ends once."""
+    write_synthetic(tmp_path / "rows.jsonl", 60)
+    for number, step in enumerate(STEPS):
+        process = start(tmp_path, "checkpoint.every=2")
+        assert process.stdout is not None
+        seen = []
+        for line in process.stdout:
+            seen.append(line)
+            has_begun = line.startswith(f"{step}:") if step != "train" else line.startswith("step ")
+            if has_begun and not line.rstrip().endswith("not repeated"):
+                break
+        else:
+            pytest.fail("".join(seen))
+        is_stopped = step in ("train", "gate")
+        process.send_signal(signal.SIGINT if is_stopped else signal.SIGKILL)
+        rest, _ = process.communicate(timeout=300)
+        if is_stopped:
+            assert process.returncode in (75, 130, -signal.SIGINT), rest
+            assert "re-run the same command to resume" in rest
+        repeated = [line for line in seen if line.rstrip().endswith("not repeated")]
+        # The step that the last run was killed in is done by this one, and those before it are not repeated.
+        assert [line.partition(":")[0] for line in repeated] == STEPS[: max(0, number - 1)]
+    process = start(tmp_path, "checkpoint.every=2")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode in (0, 1), output
+    assert [line.partition(":")[0] for line in output.splitlines() if line.endswith("not repeated")] == STEPS[:-1]
+    assert "verdict:" in output
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out/run/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.thorough
+def test_two_tunes_of_one_directory_are_refused(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "rows.jsonl", 60)
+    first = start(tmp_path)
+    wait_until(lambda: (tmp_path / "out" / "tune.json").exists(), first)
+    second = start(tmp_path)
+    output, _ = second.communicate(timeout=120)
+    first.kill()
+    first.communicate()
+    assert second.returncode == 2, output
+    assert "another run is writing to it" in output
