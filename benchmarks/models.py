@@ -26,7 +26,18 @@ from typing import Any
 
 from benchmarks.model_checks import CHECKS, LOSS_TOLERANCE, check_alone, train_on_ranks
 from benchmarks.model_runs import prepare_sets
-from benchmarks.model_zoo import CALL_FORMATS, ENTRIES, HEADLINES, ROOT, SERVED, TEMPLATES, Entry
+from benchmarks.model_zoo import (
+    CALL_FORMATS,
+    ENTRIES,
+    HEADLINES,
+    NO_CALL_FORMAT,
+    NOT_COMPARED,
+    ROOT,
+    SERVED,
+    TEMPLATES,
+    Entry,
+)
+from fctune.models.transformers.refused_types import list_refusals
 from tests.ranks import run_ranks
 
 RESULT = ROOT / "benchmarks" / "results" / "models.json"
@@ -123,8 +134,8 @@ kinds of RoPE, tied weights, experts, latent attention) trained as with transfor
 - **compiled**: a random model of small layers, but with all layers of the family's default config in their order,
   trained with compiled blocks, half of them checkpointed; the graphs of two layouts of conversations, validation and
   the frozen base, which do not grow when all of them are repeated; the loss is the uncompiled one.
-- **call format**: the format of the family's calls that evaluation reads; "none" needs another template
-  (`model.chat_template`), as the family's own calls are not read.
+- **call format**: the format of the family's calls that evaluation reads; without one, use another template
+  (`model.chat_template`), unless the tokenizer declares a `response_template`, by which calls are read then.
 - **template**: the family's own chat templates on which tests train, token by token; "not run" if no installed package
   has one.
 - **served**: a model of the architecture answered in a real server as it does in process.
@@ -153,8 +164,7 @@ transformers saves a tiny random model, and fctune loads it. The numbers are the
 - **export**: logits that transformers and PEFT compute from the exports, which have the same tensors as the base.
 - **parameters**: those of the family's default model; the planner's number equals transformers'.
 
-Other architectures of transformers are built by the same code, and each run checks at its start that packed
-conversations do not see each other; they were not compared, so they have no row here.
+Each run checks at its start that packed conversations do not see each other.
 
 | `model_type` | {" | ".join(_COLUMNS.values())} |
 |---|{"---|" * len(_COLUMNS)}"""
@@ -165,6 +175,19 @@ conversations do not see each other; they were not compared, so they have no row
     if refused:
         lines.append(f"\n## Refused\n\nThese are refused before weights are read.\n\n{_TWO_COLUMNS}")
         lines += [f"| {row['models']} | `{row['model_type']}` | {row['refused']} |" for row in refused]
+    lines.append(
+        "\n## Refused by name\n\nThe other causal language models of transformers, most of which were published before "
+        "chat templates.\n\n| `model_type` | reason |\n|---|---|"
+    )
+    lines += [
+        f"| {', '.join(f'`{name}`' for name in sorted(names))} | {reason} |"
+        for reason, names in list_refusals().items()
+    ]
+    lines.append(
+        "\n## Not compared\n\nThese are built by the same code, and packed rows of a tiny model gave the logits of "
+        "transformers; the other checks have not been run.\n\n| models | `model_type` |\n|---|---|"
+    )
+    lines += [f"| {names} | `{model_type}` |" for model_type, names in NOT_COMPARED.items()]
     if failed:
         lines.append(f"\n## Known to fail\n\n{_TWO_COLUMNS}")
         for row in failed:
@@ -187,7 +210,7 @@ def find_gpu_runs() -> dict[str, str]:
 def _list_runs(row: dict[str, Any], on_gpu: Mapping[str, str]) -> list[str]:
     """Return the cells of a row after its kind."""
     name = row["model_type"]
-    formats = ", ".join(f"`{found}`" for found in CALL_FORMATS.get(name, ())) or "none"
+    formats = ", ".join(f"`{found}`" for found in CALL_FORMATS.get(name, ())) or NO_CALL_FORMAT[name]
     templates = f"[{len(found)} run](chat-templates.md)" if (found := TEMPLATES.get(name)) else "not run"
     served = "vLLM" if name in SERVED else "not run"
     compiled = row["outcomes"].get("compile", {}).get("note", "not run")

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fctune.base.errors import DiskError
 from fctune.base.files import staged_directory
+from fctune.calls.response_template import ChosenResponse, choose_response_template, write_response_template
 from fctune.calls.server_parsers import write_server_parsers
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.data.chat_template import ChatTemplate
@@ -35,6 +36,7 @@ from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import FrozenLinear, is_scale
 from fctune.models.hub import COMPANION_FILES
 from fctune.models.lora import LoRALinear, is_adapter, iter_adapted, merge
+from fctune.models.tensor_files import write_shards
 from fctune.models.token_rows import TokenRows, trained_token_ids
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -89,7 +91,7 @@ def export_merged(
             on_host = ((name, tensor.cpu()) for name, tensor in tensors)
             plan, dtype = plan_base(model.architecture, base_dir), model.precision.compute_dtype
             with _new_directory(out) as staging:
-                _write_weights(staging, chain(plan.split(on_host), plan.read_copied(dtype)), max_file_bytes)
+                write_shards(staging, chain(plan.split(on_host), plan.read_copied(dtype)), max_file_bytes)
                 copy_companions(base_dir, staging, prompting)
                 write_model_config(staging, base_dir, dtype, is_dequantized=plan.is_dequantized)
     finally:
@@ -170,42 +172,6 @@ def _gather(parameter: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _write_weights(staging: Path, tensors: Iterator[tuple[str, Tensor]], max_file_bytes: int) -> None:
-    weight_map: dict[str, str] = {}
-    files: list[dict[str, Tensor]] = [{}]
-    num_bytes = total_bytes = 0
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if num_bytes + size > max_file_bytes and files[-1]:
-            _write_shard(staging, files, weight_map)
-            num_bytes = 0
-        files[-1][name] = tensor
-        num_bytes, total_bytes = num_bytes + size, total_bytes + size
-    _write_shard(staging, files, weight_map)
-    _name_shards(staging, len(files) - 1, weight_map, total_bytes)
-
-
-def _write_shard(staging: Path, files: list[dict[str, Tensor]], weight_map: dict[str, str]) -> None:
-    file = f"{len(files)}.safetensors"
-    # A plain weight may share memory with the live model; save_file reads it and does not keep it.
-    save_file(files[-1], staging / file, metadata={"format": "pt"})
-    weight_map.update(dict.fromkeys(files[-1], file))
-    files[-1] = {}
-    files.append({})
-
-
-def _name_shards(staging: Path, num_files: int, weight_map: dict[str, str], total_bytes: int) -> None:
-    """Rename the files in Hugging Face's scheme, which contains their number, and write the index."""
-    if num_files == 1:
-        (staging / "1.safetensors").rename(staging / "model.safetensors")
-        return
-    names = {f"{i}.safetensors": f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)}
-    for old, new in names.items():
-        (staging / old).rename(staging / new)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": {n: names[f] for n, f in weight_map.items()}}
-    (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
 def write_adapter_config(
     folder: Path, config: AdapterConfig, base: str, architecture: Architecture, token_ids: Sequence[int] = ()
 ) -> None:
@@ -259,8 +225,8 @@ def write_model_config(folder: Path, base_dir: Path, dtype: torch.dtype, *, is_d
 def copy_companions(base_dir: Path, out: Path, prompting: Prompting = BASE_PROMPTING) -> None:
     """Copy the tokenizer, chat template with its switches, generation config and licence of the base to ``out``.
 
-    The generation config gets all tokens that end a turn, so that servers stop at each of them, and a file next to it
-    names the servers' parsers for the model.
+    The generation config gets all tokens that end a turn, so that servers stop at each of them; a file next to it names
+    the servers' parsers for the model; and the tokenizer's config declares how answers of the template are read.
 
     Args:
         base_dir: Directory of the base.
@@ -278,6 +244,7 @@ def copy_companions(base_dir: Path, out: Path, prompting: Prompting = BASE_PROMP
     if (out / "tokenizer_config.json").is_file():
         template = _load_template(base_dir, prompting.chat_template)
         write_generation_config(out, base_dir, template)
+        write_response_template(out, choose_response(base_dir, prompting.chat_template))
         write_server_parsers(out, template, template_args, prompting.has_reasoning)
 
 
@@ -313,6 +280,12 @@ def write_generation_config(folder: Path, base_dir: Path, template: ChatTemplate
 def _load_template(base_dir: Path, chat_template: ChosenTemplate | None) -> ChatTemplate:
     """Return the template of exports; a run writes it with every checkpoint."""
     return ChatTemplate(base_dir, chat_template=chat_template)
+
+
+@functools.lru_cache(maxsize=4)
+def choose_response(base_dir: Path, chat_template: ChosenTemplate | None) -> ChosenResponse:
+    """Return the response template of exports of a base, with its own chat template or another."""
+    return choose_response_template(_load_template(base_dir, chat_template), is_own=chat_template is None)
 
 
 def _replace_chat_template(folder: Path, source: str) -> None:

@@ -78,7 +78,8 @@ class AdapterInput:
             return x
         token_keys = self._token_keys.value if token_keys is None else token_keys
         assert token_keys is not None, "an adapter with dropout was called without token keys"
-        return keyed_dropout(x, self.dropout, token_keys, reader.channel_keys)
+        # Some models pass a tensor with one more dimension, such as DeepSeek's latents with one for their only head.
+        return keyed_dropout(x, self.dropout, token_keys.reshape(x.shape[:-1]), reader.channel_keys)
 
 
 class LoRALinear(FrozenLinear):

@@ -12,7 +12,6 @@ from fctune.base.errors import ConfigError
 from fctune.config.sections.model import ModelSource
 from fctune.models.architecture import Architecture
 from fctune.models.torchtune import architecture as torchtune
-from fctune.models.torchtune.lazy_datasets import lazy_datasets
 from fctune.models.transformers import architecture as transformers
 from fctune.models.transformers.model_config import check_config
 
@@ -105,8 +104,7 @@ def build_model(
         ConfigError: Rows longer than the positions of the model, or a combination that the source cannot build.
     """
     if isinstance(architecture, torchtune.TorchtuneArchitecture):
-        with lazy_datasets():
-            from fctune.models.torchtune import build as torchtune_build  # imports torchtune, which takes seconds
+        from fctune.models.torchtune import build as torchtune_build  # imports torchtune, which takes seconds
 
         return torchtune_build.build_model(architecture, max_seq_len, precision, attention_kernel)
     from fctune.models.transformers import build as transformers_build  # imports torch and transformers

@@ -1,21 +1,22 @@
-"""Safetensors files of a model directory: the tensors that they hold, and a reader of parts of them."""
+"""Safetensors files of a model directory: the tensors that they hold, a reader of parts of them, and their writer."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from fctune.base.errors import CheckpointError
+from fctune.base.errors import CheckpointError, one_line
 
 INDEX = "model.safetensors.index.json"
 
@@ -40,6 +41,7 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 
 OpenFile = Callable[..., Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ class TensorReader:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{header.file}: damaged safetensors ({error}). Download the model again.") from None
         except (MemoryError, RuntimeError) as error:  # safetensors' and torch's, if the file cannot be mapped
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise CheckpointError(
                 f"{header.file}: cannot be read ({reason}). If memory is limited (ulimit -v), raise the limit "
                 "above the file's size."
@@ -206,3 +208,59 @@ class TensorReader:
 def _is_finite(tensor: Tensor) -> bool:
     """Return whether all numbers are finite, without a temporary of the tensor's size."""
     return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
+
+
+def group_by_size(items: Iterable[T], size_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """Yield the items of each file in their order; a larger item than ``max_bytes`` gets a file to itself."""
+    group: list[T] = []
+    num_bytes = 0
+    for item in items:
+        size = size_of(item)
+        if group and num_bytes + size > max_bytes:
+            yield group
+            group, num_bytes = [], 0
+        group.append(item)
+        num_bytes += size
+    yield group
+
+
+def shard_names(stem: str, count: int) -> list[str]:
+    """Return the names of a model's files as Hugging Face gives them.
+
+    Args:
+        stem: ``model`` gives ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on.
+        count: Number of files.
+    """
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def make_index(weight_map: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
+    """Return the index of several files: the file of each tensor, and the bytes of all tensors together."""
+    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
+
+
+def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
+    """Write a model's tensors in their order, each file as soon as its tensors are there.
+
+    Raises:
+        SafetensorError: The disk is full, gone or read-only.
+        OSError: As above.
+    """
+    written: list[list[str]] = []
+    total_bytes = 0
+    for shard in group_by_size(tensors, lambda tensor: tensor[1].nbytes, max_bytes):
+        # A plain weight may share memory with the live model; save_file reads it and does not keep it.
+        save_file(dict(shard), folder / f"{len(written)}.safetensors", metadata={"format": "pt"})
+        written.append([name for name, _ in shard])
+        total_bytes += sum(tensor.nbytes for _, tensor in shard)
+        shard.clear()  # before the tensors of the next file are read
+    files = shard_names("model", len(written))
+    for number, file in enumerate(files):  # whose names contain their number
+        (folder / f"{number}.safetensors").rename(folder / file)
+    if len(files) > 1:
+        index = make_index(
+            {name: file for file, names in zip(files, written, strict=True) for name in names}, total_bytes
+        )
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -103,7 +103,7 @@ def test_a_linear_called_with_another_tensor_computes_by_itself(load: Callable[.
         torch.testing.assert_close(adapter(given), expect(adapter, given), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@pytest.mark.parametrize("fraction", [pytest.param(0.0, marks=pytest.mark.thorough), 0.5])
 def test_compiled_blocks_share_inputs_without_graph_breaks(
     load: Callable[..., CausalLM], fraction: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,3 +126,16 @@ def test_compiled_blocks_share_inputs_without_graph_breaks(
     assert not torch._dynamo.utils.counters["graph_break"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 24), (48,)], ids=["a head of its own", "flat"])
+def test_dropout_belongs_to_tokens_whatever_the_shape_of_the_input(
+    load: Callable[..., CausalLM], shape: tuple[int, ...]
+) -> None:
+    model = load().train()
+    model.token_keys.set_rows(torch.tensor([5, 6]), 24)
+    linear = next(module for module in model.modules() if isinstance(module, LoRALinear))
+    x = torch.randn(2, 24, linear.weight.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = linear(x)
+    linear._input._parts.clear()  # of the linears that share it
+    torch.testing.assert_close(linear(x.view(*shape, -1)), expected.view(*shape, -1), rtol=0, atol=1e-12)

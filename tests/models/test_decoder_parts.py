@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_model
 from fctune.models.token_rows import TokenRows, train_tokens_
 from fctune.models.transformers.architecture import parse_architecture
+from fctune.models.transformers.build import HiddenStates
 from tests.models.dense_samples import draw_conversations, make_model, read_raw
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -104,3 +108,24 @@ def test_adapter_modules_come_from_the_model_and_are_checked_with_suggestions() 
 def test_rows_longer_than_the_positions_are_refused() -> None:
     with pytest.raises(ConfigError, match="exceeds the model's 256 positions"):
         build_model(parse_architecture("config.json", read_raw("qwen3")), 257, PrecisionPolicy.uniform(torch.float32))
+
+
+def test_hidden_states_alone_have_every_field_that_causal_models_read() -> None:
+    """A field that the declared output lacks would end the computation of the logits."""
+    import transformers
+
+    read: dict[str, str] = {}
+    for file in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        for model in ast.parse(file.read_text("utf-8")).body:
+            if isinstance(model, ast.ClassDef) and model.name.endswith("ForCausalLM"):
+                read |= dict.fromkeys(list_output_fields(model), model.name)
+    assert len(read) > 5
+    undeclared = read.keys() - {field.name for field in dataclasses.fields(HiddenStates)}
+    assert {read[name] for name in undeclared} <= {"ProphetNetForCausalLM"}, undeclared  # an encoder-decoder's
+
+
+def list_output_fields(model: ast.ClassDef) -> set[str]:
+    """Return the attributes of outputs that a model's forward reads."""
+    forwards = [node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "forward"]
+    nodes = [node for forward in forwards for node in ast.walk(forward) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id.endswith("outputs")}

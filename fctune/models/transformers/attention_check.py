@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionMaskInterface, masking_utils
 
-from fctune.base.errors import ConfigError
+from fctune.base.errors import ConfigError, one_line
 from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM
 from fctune.models.transformers.architecture import TransformersArchitecture
@@ -64,14 +64,14 @@ def check_attention(
             "on the number of ranks; choose another model."
         ) from None
     except RuntimeError as error:  # layers whose path depends on values cannot run on the meta device
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(error, 120)
         return AttentionFindings(
             (),
             f"layers of model_type={family!r} need values to run ({reason}), so their windows were not compared with "
             "their masks; before a long run, compare its first losses with transformers'",
         )
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise ConfigError(
             f"{where}: layers of model_type={family!r} fail as fctune calls them, without a mask "
             f"({type(error).__name__}: {reason}). Compare config.json with the published one, or choose another model."

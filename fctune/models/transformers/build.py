@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.utils import ModelOutput
 
+from fctune.base.errors import ConfigError
 from fctune.data.loader import ROW_MULTIPLE
+from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel, DocumentBounds
 from fctune.models.block_kinds import describe_block, repeats_skipped
 from fctune.models.causal_lm import CausalLM, ExpertWeight, Linear, Router
 from fctune.models.forward_override import override_forward_
 from fctune.models.precision import PrecisionPolicy
-from fctune.models.token_rows import TokenEmbedding
+from fctune.models.router_balance import RouterBalance
+from fctune.models.token_rows import TokenEmbedding, TokenRows
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.attention import run_block
 from fctune.models.transformers.attention_check import AttentionFindings, check_attention
-from fctune.models.transformers.balance import make_router_balance
-from fctune.models.transformers.embeddings import keep_embedding_
-from fctune.models.transformers.experts import iter_expert_weights, iter_routers
+from fctune.models.transformers.experts import find_router_class, iter_expert_weights, iter_routers
 from fctune.models.transformers.float64 import keep_float64_
 from fctune.models.transformers.fused_norms import fuse_norms_
 from fctune.models.transformers.long_rope import TokenLengths, choose_by_conversation_, find_original_length
+from fctune.models.transformers.model_config import read_text_config
 from fctune.models.transformers.modules import Layout, build_decoder, find_layout, iter_linears
-from fctune.models.transformers.shared_inputs import copy_readers_, recorded_inputs
 from fctune.models.transformers.state_layers import separate_conversations_
 
 
@@ -62,17 +67,22 @@ class TiedHead(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
-class _Hidden:
-    """The output of a base model that has hidden states only."""
+@dataclass
+class HiddenStates(ModelOutput):  # type: ignore[misc]
+    """The output of a decoder without its head that has hidden states only.
 
-    def __init__(self, hidden: Tensor):
-        self.last_hidden_state = hidden
+    The other fields are all that the forwards of transformers' causal models read of it; a test compares them.
+    """
 
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        return None
+    last_hidden_state: Tensor | None = None
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+    cross_attentions: None = None
+    router_logits: None = None
+    cache_params: None = None  # of state space models
+    state: None = None  # of RWKV
+    shared_kv_states: None = None  # of Gemma 4
 
 
 class _StandIn:
@@ -253,7 +263,7 @@ class TransformersCausalLM(CausalLM):
         head = _StandInModule(self.head, compute=functools.partial(super().project, token_keys=token_keys))
         base = getattr(self.decoder, self._base)
         # Its forward computes the logits of these hidden states alone.
-        base = _StandInModule(base, compute=lambda *arguments, **options: _Hidden(hidden[None]))
+        base = _StandInModule(base, compute=lambda *arguments, **options: HiddenStates(hidden[None]))
         ends = {self._base: base, self.layout.head: head}
         stand_in = _StandIn(self.decoder, **ends)
         logits: Tensor = type(self.decoder).forward(stand_in, inputs_embeds=hidden[None], use_cache=False).logits[0]
@@ -322,3 +332,132 @@ def _build(
 ) -> TransformersCausalLM:
     decoder = build_decoder(architecture, precision.weight_dtype)
     return TransformersCausalLM(decoder, find_layout(architecture, decoder), architecture, precision, attention_kernel)
+
+
+@contextmanager
+def recorded_inputs(blocks: Iterable[nn.Module]) -> Iterator[dict[str, str]]:
+    """Record which linears read the same tensor in a forward pass while the context is open.
+
+    Yields:
+        For the key of a linear (see ``CausalLM.linears``) that of the first linear of its block with the same input,
+        filled when the context closes. Linears that ran never or several times are not in it.
+    """
+    first_readers: dict[str, str] = {}
+    inputs: dict[str, Tensor] = {}  # stay alive, so that none is taken for an earlier one at the same address
+    runs: Counter[str] = Counter()
+    order: dict[str, int] = {}
+
+    def record(key: str, arguments: tuple[Any, ...]) -> None:
+        runs[key] += 1
+        if arguments:
+            inputs[key] = arguments[0]
+
+    hooks = []
+    for index, block in enumerate(blocks):
+        for _, name, path in iter_linears(block):
+            key = f"{index}.{name}"
+            order[key] = index
+            hooks.append(
+                block.get_submodule(path).register_forward_pre_hook(
+                    lambda _, arguments, key=key: record(key, arguments)
+                )
+            )
+    try:
+        yield first_readers
+    finally:
+        for hook in hooks:
+            hook.remove()
+        seen: dict[tuple[int, int], str] = {}
+        for key, index in order.items():
+            if runs[key] == 1 and key in inputs:
+                first_readers[key] = seen.setdefault((index, id(inputs[key])), key)
+
+
+def copy_readers_(first_readers: dict[str, str], skipped: Mapping[int, int]) -> None:
+    """Add what holds for blocks that were skipped, by the index of the block of their kind that ran, in place."""
+    ran: dict[int, list[tuple[str, str]]] = {}
+    for key, first in first_readers.items():
+        number, _, name = key.partition(".")
+        ran.setdefault(int(number), []).append((name, first.partition(".")[2]))
+    for index, other in skipped.items():
+        first_readers.update({f"{index}.{name}": f"{index}.{first}" for name, first in ran.get(other, [])})
+
+
+def make_router_balance(decoder: Any, architecture: Architecture, coefficient: float | None) -> RouterBalance | None:
+    """Observe the routers of a decoder for the load-balancing loss, in place; None if the run has no such loss.
+
+    Args:
+        decoder: transformers' model.
+        architecture: Architecture of the model.
+        coefficient: Factor on the loss; None takes that of config.json if it sets ``output_router_logits``, as
+            transformers does.
+
+    Raises:
+        ConfigError: A coefficient for a model that has no such loss.
+    """
+    assert isinstance(architecture, TransformersArchitecture)
+    # The same function in all models that have one, see ``RouterBalance``.
+    has_loss = hasattr(sys.modules[type(decoder).__module__], "load_balancing_loss_func")
+    kind, index = find_router_class(decoder)
+    routers = [module for module in decoder.modules() if kind is not None and isinstance(module, kind)]
+    if coefficient is None:
+        config = read_text_config(architecture.where, architecture.config_json)
+        is_set = has_loss and routers and getattr(config, "output_router_logits", False)
+        coefficient = float(config.router_aux_loss_coef) if is_set else 0.0
+    if not coefficient:
+        return None
+    if not has_loss or not routers:
+        how = "balances its experts by a bias, which stays as it is" if routers else "has no routers to balance"
+        raise ConfigError(
+            f"model.router_aux_loss={coefficient:g}: model_type={architecture.model_type!r} {how}; leave it out."
+        )
+    balance = RouterBalance(coefficient, decoder.num_experts, decoder.num_experts_per_tok)
+    for router in routers:
+        balance.observe_(router, index)
+    return balance
+
+
+class _LookUp(TokenRows, nn.Embedding):  # type: ignore[misc]  # their weights are the same
+    """The lookup that an embedding of another class builds upon."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the row of each token; see ``TokenRows.look_up``."""
+        return self.look_up(tokens)
+
+
+def keep_embedding_(trained: TokenEmbedding, original: nn.Module) -> None:
+    """Make an embedding with trained rows compute what the class of the original one adds to the lookup, in place.
+
+    Raises:
+        ConfigError: That class does not build upon its parent's lookup.
+    """
+    kind = type(original)
+    if kind is nn.Embedding:
+        return
+    own = {*vars(trained), "forward"}  # of which a float64 model's embedding has another
+    trained.__dict__.update({name: value for name, value in vars(original).items() if name not in own})
+    trained._buffers.update(original._buffers)
+    trained._non_persistent_buffers_set |= original._non_persistent_buffers_set
+    trained.__class__ = type(f"Trained{kind.__name__}", (kind, _LookUp), {})
+    if not _looks_up(trained):
+        raise ConfigError(
+            f"adapter.train_tokens: {kind.__name__} looks up tokens with code of its own, so their rows cannot train "
+            "alone; set adapter.train_tokens=off."
+        )
+
+
+def _looks_up(trained: TokenEmbedding) -> bool:
+    """Return whether a meta embedding calls our lookup."""
+    called = False
+
+    def look_up(tokens: Tensor) -> Tensor:
+        nonlocal called
+        called = True
+        return trained.weight.new_empty(*tokens.shape, trained.weight.shape[1])
+
+    trained.look_up = look_up  # type: ignore[method-assign]
+    buffers = {name: buffer.to("meta") for name, buffer in trained.named_buffers()}
+    with torch.no_grad():
+        torch.func.functional_call(trained, buffers, torch.zeros(1, dtype=torch.int64, device="meta"))
+    del trained.look_up
+    return called

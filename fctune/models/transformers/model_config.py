@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fctune.base.errors import ConfigError
+from fctune.base.errors import ConfigError, one_line
 from fctune.config.parsing import suggest
 from fctune.models.architecture import Architecture
+from fctune.models.transformers.refused_types import find_refusal
 
 # Quantisation of checkpoints that loading undoes, by quant_method of config.json.
 DEQUANTIZED = ("mxfp4", "fp8")
@@ -44,8 +45,8 @@ def check_config(where: str, raw: dict[str, Any]) -> None:
         raw: Content of the file.
 
     Raises:
-        ConfigError: An encoder-decoder, a model that transformers does not have, such as one of remote code, or one
-            whose quantisation cannot be undone.
+        ConfigError: An encoder-decoder, a model that transformers does not have, such as one of remote code, one that
+            is refused by name, or one whose quantisation cannot be undone.
     """
     known = read_model_types()
     text = find_text_config(raw)
@@ -68,6 +69,9 @@ def check_config(where: str, raw: dict[str, Any]) -> None:
             f"{where}: model_type={family!r} is not a causal language model of transformers {version}{hint} Install a "
             "version that has it, or choose another model."
         )
+    for name in dict.fromkeys((raw.get("model_type"), family)):
+        if isinstance(name, str) and (reason := find_refusal(name)) is not None:
+            raise ConfigError(f"{where}: model_type={name!r} {reason}; choose another model.")
     _check_quantization(where, raw)
 
 
@@ -137,7 +141,7 @@ def read_full_config(where: str, config_json: str) -> Any:
         # Infinity is stored as an object, since JSON has none.
         return CONFIG_MAPPING[raw["model_type"]].from_dict(PreTrainedConfig._decode_special_floats(raw))
     except Exception as error:  # the library's validation raises all kinds
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error, 300)
         raise ConfigError(
             f"{where}: transformers cannot read it ({type(error).__name__}: {reason}). Compare it with the published "
             "one, or download the model again."

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fctune.base.errors import ConfigError
+from fctune.base.errors import ConfigError, one_line
 from fctune.models.architecture import Block, Branch, ExpertShape, LinearShape
 from fctune.models.causal_lm import ExpertWeight
 from fctune.models.frozen_linear import is_linear
@@ -87,7 +87,7 @@ def _without_weights(where: str, what: str) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # the library raises all kinds
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error, 300)
         raise ConfigError(
             f"{where}: transformers cannot build {what} ({type(error).__name__}: {reason}). Compare it with the "
             "published one, or choose another model."
