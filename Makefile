@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup sky demo demo-reasoning test test-slow test-wheel test-sky test-slurm test-serving test-monitoring faults bench configs configs-quick \
+.PHONY: setup sky demo demo-reasoning test test-slow test-thorough test-wheel test-sky test-slurm test-serving test-monitoring faults bench configs \
   bench-gpu real bench-startup test-gpu lint reference docs tiny-base link-recipes audit clean
 
 setup: $(READY)
@@ -42,6 +42,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev]'
 	@# BFCL's own checker, which tests compare verdicts with. Its dependencies take 6 GB, and the checker needs none.
 	$(BIN)/python $(PIP) --no-deps bfcl-eval==2026.3.23
+	@# IFEval's checkers, which need three packages (in dev) of lm-eval's forty.
+	$(BIN)/python $(PIP) --no-deps -c constraints.txt lm-eval
 	@$(MAKE) --no-print-directory link-recipes
 	@touch $@
 
@@ -104,6 +106,11 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
+# Further cases of claims that `make test` checks on some, and tests that wait: disks that hang, real launchers, services
+# that are killed, all of the leaderboard's mutated answers. CI runs them: about 10 minutes.
+test-thorough: setup
+	$(BIN)/python -m pytest -m thorough -n $(WORKERS) --dist worksteal
+
 # Build the wheel, install it in a fresh environment, and train and evaluate with it in an empty folder: 3 minutes.
 test-wheel: setup
 	$(BIN)/python -m pytest -m slow tests/wheel
@@ -146,13 +153,9 @@ faults: setup
 	$(BIN)/python -m tests.faults.harness --method $(METHOD) --num-kills $(N) --seed $(SEED)
 
 # Run every shipped config from its first step to its export, on models of their real depth with small random weights:
-# about 17 minutes on two cores. ONLY="qwen3_8b_lora tiny_lora" runs some.
+# about 14 minutes on two cores. ONLY="qwen3_8b_lora tiny_lora" runs some.
 configs: setup
 	$(BIN)/python -m benchmarks.run_configs $(ONLY)
-
-# All but the six that take half of the time: what CI runs.
-configs-quick: setup
-	$(BIN)/python -m benchmarks.run_configs --quick --results runs/configs.json
 
 # Compare with torchtune and TRL on the CPU; the machine must be idle. About 25 minutes. ROWS=FILE adds real rows.
 bench: setup

@@ -3,6 +3,7 @@
     python benchmarks/data.py [--rows 20000] [--repeats 3] [--out benchmarks/results/data.json]
     python benchmarks/data.py --memory 1000000
     python benchmarks/data.py --bounds [--rows 20000] [--repeats 5] [--out benchmarks/results/template_bounds.json]
+    python benchmarks/data.py --secrets [--rows 20000] [--repeats 3] [--out benchmarks/results/secrets.json]
 
 Each measurement is a process of its own, the three take turns, and the median of the repeats is reported. Every one
 reads a file of JSON lines, tokenises, masks and packs to 4,096 tokens, with two processes where it can use them
@@ -12,6 +13,9 @@ command again, with whatever the first left on disk.
 
 ``--bounds`` measures what the limits on foreign chat templates cost an honest one: the same rows with a copy of the
 tiny model's template that is not recognised as ours, and with one that is, in turns.
+
+``--secrets`` measures what the search for secrets costs: the same rows encoded in one process with ``data.secrets:
+warn`` and with ``ignore``, in turns, in seconds of computing.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,19 +98,51 @@ def _run_with_template(folder: Path, is_own: bool) -> dict[str, float]:
     return {"seconds": seconds, "tokens": prepared.counts.tokens}
 
 
-def measure_bounds(num_rows: int, repeats: int) -> dict[str, Any]:
-    """Measure both in turns, and return all runs and the medians."""
-    runs: dict[str, list[dict[str, float]]] = {tool: [] for tool in BOUNDS}
+def run_screened(folder: Path) -> dict[str, float]:
+    """Encode the rows, and look for secrets in them."""
+    return _encode(folder, "warn")
+
+
+def run_unscreened(folder: Path) -> dict[str, float]:
+    """Encode the rows alone."""
+    return _encode(folder, "ignore")
+
+
+def _encode(folder: Path, secrets: Literal["warn", "ignore"]) -> dict[str, float]:
+    """Return the seconds that one process computes for encoding the rows; they include loading the patterns."""
+    from fctune.config.sections.data import DataConfig, SourceConfig
+    from fctune.data.chunk_encoder import Counts
+    from fctune.data.encoding import encode_sources
+
+    config = DataConfig(sources=[SourceConfig(path=str(folder / "rows.jsonl"))], seq_len=SEQ_LEN, secrets=secrets)
+    counts = Counts()
+    start = time.process_time()
+    for _ in encode_sources(config, TINY_BASE, counts, num_processes=1):
+        pass
+    return {"seconds": time.process_time() - start, "tokens": counts.tokens}
+
+
+def measure_pairs(tools: tuple[str, str], num_rows: int, repeats: int) -> dict[str, Any]:
+    """Measure the same work with something and without it in turns, and return all runs and the medians."""
+    runs: dict[str, list[dict[str, float]]] = {tool: [] for tool in tools}
     with tempfile.TemporaryDirectory() as name:
         write_inputs(Path(name), num_rows)
         time.sleep(SETTLED_S)
         for repeat in range(repeats):
-            for tool in (*BOUNDS,) if repeat % 2 else (*BOUNDS,)[::-1]:
+            for tool in tools if repeat % 2 else tools[::-1]:
                 runs[tool].append(measure(tool, Path(name)))
     assert len({run["tokens"] for each in runs.values() for run in each}) == 1, "both encode the same"
     middle = {tool: round(statistics.median(run["seconds"] for run in each), 2) for tool, each in runs.items()}
-    added = round(middle["bounded"] / middle["unbounded"] - 1, 3)
-    return {"rows": num_rows, "added_by_bounds": added, "median_seconds": middle, "runs": runs}
+    # Each pair ran one after the other: what slows the machine for a while slows both.
+    pairs = zip(runs[tools[0]], runs[tools[1]], strict=True)
+    added = sorted(round(more["seconds"] / less["seconds"] - 1, 3) for more, less in pairs)
+    return {
+        "rows": num_rows,
+        f"added_by_{'bounds' if tools[0] == 'bounded' else 'secrets'}": statistics.median(added),
+        "added_in_pairs": added,
+        "median_seconds": middle,
+        "runs": runs,
+    }
 
 
 _MARKED_TEMPLATE = """{{- bos_token }}
@@ -183,6 +219,7 @@ def run_torchtune(folder: Path) -> dict[str, float]:
 
 RUNS = {"fctune": run_ours, "trl": run_trl, "torchtune": run_torchtune}
 BOUNDS = {"unbounded": run_unbounded, "bounded": run_bounded}
+SECRETS = {"screened": run_screened, "unscreened": run_unscreened}
 
 
 def run_rank(folder: Path) -> dict[str, float]:
@@ -281,11 +318,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--memory", type=int, metavar="N", help="instead: memory of a rank with N conversations")
     parser.add_argument("--bounds", action="store_true", help="instead: the cost of the limits on chat templates")
-    parser.add_argument("--one", choices=[*RUNS, *BOUNDS, "rank"], help=argparse.SUPPRESS)
+    parser.add_argument("--secrets", action="store_true", help="instead: the cost of the search for secrets")
+    parser.add_argument("--one", choices=[*RUNS, *BOUNDS, *SECRETS, "rank"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        result = ({"rank": run_rank} | RUNS | BOUNDS)[arguments.one](arguments.folder)
+        result = ({"rank": run_rank} | RUNS | BOUNDS | SECRETS)[arguments.one](arguments.folder)
         usage = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         print(json.dumps(result | {"peak_mib": usage[0], "peak_child_mib": usage[1]}))
         return
@@ -293,9 +331,10 @@ def main() -> None:
         print(json.dumps(measure_memory(arguments.memory)))
         return
     machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-    if arguments.bounds:
-        report: dict[str, Any] = measure_bounds(arguments.rows, arguments.repeats) | {"machine": machine}
-        print(json.dumps({key: report[key] for key in ("added_by_bounds", "median_seconds")}))
+    if arguments.bounds or arguments.secrets:
+        tools = ("bounded", "unbounded") if arguments.bounds else ("screened", "unscreened")
+        report: dict[str, Any] = measure_pairs(tools, arguments.rows, arguments.repeats) | {"machine": machine}
+        print(json.dumps({key: value for key, value in report.items() if key not in ("runs", "machine")}))
         if arguments.out:
             arguments.out.write_text(json.dumps(report, indent=2) + "\n")
         return

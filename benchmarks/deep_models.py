@@ -73,13 +73,20 @@ FAMILIES = {
     "Qwen/Qwen3-8B": Family("qwen3", *_QWEN),
     "Qwen/Qwen3-32B": Family("qwen3", *_QWEN),
     "Qwen/Qwen3-30B-A3B-Instruct-2507": Family("qwen3_instruct_2507", *_QWEN),
+    "Qwen/Qwen3.5-0.8B": Family("qwen3_5_nothink", *_QWEN),
     "Qwen/Qwen3.5-4B": Family("qwen3_5_think", *_QWEN),
     "openai/gpt-oss-20b": Family("gptoss", "<|startoftext|>", "<|return|>", "<|endoftext|>", ("<|call|>",)),
     "google/gemma-3-270m": Family("gemma3", "<bos>", "<eos>", "<pad>"),
     "google/gemma-3-270m-it": Family("gemma3", "<bos>", "<eos>", "<pad>", ("<end_of_turn>",)),
+    "google/functiongemma-270m-it": Family(
+        None, "<bos>", "<eos>", "<pad>", ("<end_of_turn>", "<start_function_response>")
+    ),
+    "google/gemma-4-E2B-it": Family("gemma4_v5", "<bos>", "<eos>", "<pad>", ("<turn|>", "<|tool_response>")),
     "google/gemma-4-E4B-it": Family("gemma4_v5", "<bos>", "<eos>", "<pad>", ("<turn|>", "<|tool_response>")),
     "mistralai/Ministral-3-8B-Instruct-2512-BF16": Family(None, "<s>", "</s>", "<pad>"),
+    "ibm-granite/granite-4.0-350m": Family(None, "<|end_of_text|>", "<|end_of_text|>", "<|pad|>", sizes=_MAMBA),
     "ibm-granite/granite-4.0-micro": Family(None, "<|end_of_text|>", "<|end_of_text|>", "<|pad|>", sizes=_MAMBA),
+    "LiquidAI/LFM2.5-350M": Family("lfm2_2_5", "<|startoftext|>", "<|im_end|>", "<|pad|>"),
     "HuggingFaceTB/SmolLM3-3B": Family(None, "<|begin_of_text|>", "<|im_end|>", "<|im_end|>"),
 }
 

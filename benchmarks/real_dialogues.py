@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from benchmarks.real_quantities import describe_quantities, draw_calculation
 from benchmarks.real_requests import (
-    UNFIT,
-    ToolPool,
+    WRITER,
     describe_parallel,
     describe_request,
-    is_alike,
     join_questions,
+    list_called,
     revalue_question,
 )
+from fctune.data.augment.tool_pool import ToolPool
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
 _NUM_QUESTIONS = (3, 4, 4, 5)
@@ -51,14 +51,14 @@ def make_dialogue(pool: ToolPool, singles: Sequence[Conversation], rng: random.R
     topics = _draw_topics(pool, singles, rng)
     tools = [topic.tool for topic in topics]
     about = " ".join(str(tool.function["description"]) for tool in tools)
-    tools += pool.draw_others({tool.name for tool in tools}, about, rng.choice(_NUM_OTHERS), rng)
+    tools += pool.draw_others(tools, about, rng.choice(_NUM_OTHERS), rng)
     rng.shuffle(tools)
     messages: list[Message] = []
     for _ in range(rng.choice(_NUM_QUESTIONS)):
         if messages and messages[-1].calls:
             messages += _reply(messages[-1].calls, rng)
         if rng.random() < _UNFIT_SHARE:
-            messages += (_draw_unfit(tools, pool, rng), Message("assistant", UNFIT))
+            messages += _draw_unfit(tools, pool, rng)
         elif len(topics) > 1 and rng.random() < _JOINED_SHARE:
             rng.shuffle(topics)
             messages += join_questions([topic.ask() for topic in topics], rng).messages
@@ -72,7 +72,7 @@ def _draw_topics(pool: ToolPool, singles: Sequence[Conversation], rng: random.Ra
     topics: list[_Topic] = []
     while len(topics) < num_topics:
         topic = _calculation(rng) if rng.random() < _CALCULATION_SHARE else _tool_of_pool(pool, singles, rng)
-        if not any(is_alike(one.tool, topic.tool) for one in topics):
+        if not any(pool.are_alike(one.tool, topic.tool) for one in topics):
             topics.append(topic)
     return topics
 
@@ -85,23 +85,24 @@ def _calculation(rng: random.Random) -> _Topic:
 def _tool_of_pool(pool: ToolPool, singles: Sequence[Conversation], rng: random.Random) -> _Topic:
     draw = rng.random()
     if draw < 0.4:
-        name = rng.choice(singles).messages[-1].calls[0].name
-        rows = [row for row in singles if row.messages[-1].calls[0].name == name]
-        return _Topic(pool.tools[name], lambda: revalue_question(rng.choice(rows), pool, rng))
+        (tool,) = list_called(rng.choice(singles))
+        rows = [row for row in singles if tool in row.tools and row.messages[-1].calls[0].name == tool.name]
+        return _Topic(tool, lambda: revalue_question(rng.choice(rows), pool, rng))
     if draw < 0.7:
         (tool,) = describe_request(pool, rng).tools
-        return _Topic(tool, lambda: describe_request(pool, rng, [tool.name]))
+        return _Topic(tool, lambda: describe_request(pool, rng, [tool]))
     (tool,) = describe_parallel(pool, rng).tools
     kinds = (describe_request, describe_parallel)
-    return _Topic(tool, lambda: rng.choice(kinds)(pool, rng, [tool.name]))
+    return _Topic(tool, lambda: rng.choice(kinds)(pool, rng, [tool]))
 
 
-def _draw_unfit(tools: Sequence[Tool], pool: ToolPool, rng: random.Random) -> Message:
-    """Draw a question that is about none of the tools."""
+def _draw_unfit(tools: Sequence[Tool], pool: ToolPool, rng: random.Random) -> tuple[Message, Message]:
+    """Draw a question that is about none of the tools, and the answer that says so."""
     while True:
         other = describe_quantities(rng) if rng.random() < 0.3 else describe_request(pool, rng)
-        if not any(is_alike(other.tools[0], tool) for tool in tools):
-            return other.messages[0]
+        if not any(pool.are_alike(other.tools[0], tool) for tool in tools):
+            request = Conversation(other.messages[:1], tuple(tools))
+            return request.messages[0], Message("assistant", WRITER.decline(request, other.tools, rng))
 
 
 def _reply(calls: Sequence[Call], rng: random.Random) -> list[Message]:

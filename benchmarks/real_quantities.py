@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.real_requests import UNFIT
+from fctune.data.augment.wordings import TemplateWriter
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
 
@@ -295,7 +295,9 @@ def describe_unfit_quantities(rng: random.Random) -> Conversation:
         if not any(words & known for known in taken):
             taken.add(words)
             tools.append(other)
-    return Conversation((request.messages[0], Message("assistant", UNFIT)), tuple(tools), "no_call:quantities")
+    asked = Conversation(request.messages[:1], tuple(tools), "no_call:quantities")
+    answer = TemplateWriter().decline(asked, request.tools, rng)
+    return replace(asked, messages=(*asked.messages, Message("assistant", answer)))
 
 
 def _stem_words(tool: Tool) -> frozenset[str]:

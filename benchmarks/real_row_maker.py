@@ -9,7 +9,6 @@ from benchmarks.real_dialogues import make_dialogue
 from benchmarks.real_options import add_options, make_list
 from benchmarks.real_quantities import describe_quantities, describe_unfit_quantities
 from benchmarks.real_requests import (
-    ToolPool,
     describe_parallel,
     describe_request,
     join_questions,
@@ -18,6 +17,7 @@ from benchmarks.real_requests import (
     revalue_question,
     take_tools_away,
 )
+from fctune.data.augment.tool_pool import ToolPool
 from fctune.data.conversation import Conversation
 
 _NUM_OTHERS = (0, 0, 0, 0, 1, 1, 2, 3)

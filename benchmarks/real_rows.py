@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.real_requests import (
-    UNFIT,
-    ToolPool,
+    list_called,
     rename_tools,
     take_tools_away,
 )
 from benchmarks.real_row_maker import RowMaker
 from fctune.base.errors import DataError
+from fctune.data.augment.tool_pool import ToolPool
 from fctune.data.check import check_sources
 from fctune.data.check.overlap import OverlapIndex
 from fctune.data.check.similarity import WordHasher
-from fctune.data.conversation import Conversation, Message, Tool
+from fctune.data.conversation import Conversation, Tool
 from fctune.data.sources import read_source
 from fctune.data.synthetic import iter_conversations
 from fctune.tasks.task import Case
@@ -132,9 +132,11 @@ def mix_rows(
     """
     rng = random.Random(f"mixture:{mixture.seed}")
     seal = [row for row in seal if is_allowed(replace(row, tools=()))]
-    tools = [tool for row in seal for tool in row.tools if is_allowed(Conversation((), (tool,)))]
-    pool = ToolPool(tools, seal)
-    seal = [row for row in seal if _called(row) <= pool.tools.keys()]
+    seal = [replace(row, tools=tuple(t for t in row.tools if is_allowed(Conversation((), (t,))))) for row in seal]
+    seal = [row for row in seal if len(list_called(row)) == len(_called(row))]
+    pool = ToolPool()
+    for row in seal:
+        pool.add(row)
     maker = RowMaker(seal, glaive, mixture.seal_copies, pool, rng)
     kinds: list[tuple[int, Callable[[], Conversation]]] = [
         (len(maker.seals), maker.make_seal),
@@ -267,9 +269,10 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def make_no_call_cases(rows: Sequence[Conversation], others: Sequence[Tool], seed: int = 0) -> list[Conversation]:
     """Return the questions of rows with one to four tools of other rows, which cannot answer them."""
     rng = random.Random(f"no-call cases:{seed}")
-    pool = ToolPool(others, ())
+    pool = ToolPool()
+    pool.add(Conversation((), tuple(others)))
     made = [take_tools_away(row, pool, rng) for row in rows]
-    assert all(row.messages[-1] == Message("assistant", UNFIT) for row in made)
+    assert not any(message.calls for row in made for message in row.messages)
     return made
 
 

@@ -1,6 +1,6 @@
 """Run every shipped config from its first step to its export, on a model of its real depth with small random weights.
 
-    python -m benchmarks.run_configs [NAME or FILE ...] [--results FILE] [--quick] [--cold]
+    python -m benchmarks.run_configs [NAME or FILE ...] [--results FILE] [--cold]
 
 Each training config runs through ``fctune train``: with its model's own layers and chat template
 (``benchmarks/deep_models.py``), rows in the shape of the data sets that it names, and compiled if it says so. The run
@@ -94,7 +94,7 @@ INDUCTOR = {
 }
 
 
-# Configs that take half of the time together; ``--quick`` leaves them out.
+# Configs that take half of the time together.
 LONGEST = (
     *("qwen2_5_72b_full", "qwen3_5_4b_lora", "gemma4_e4b_lora", "llama3_1_8b_grpo", "qwen3_30b_a3b_lora"),
     "llama3_2_1b_qlora",
@@ -624,7 +624,7 @@ def needs_compiling(paths: Sequence[Path]) -> set[str]:
     """Return the configs that ship uncompiled, one for each family that none compiles, and one with a reference."""
     kinds: dict[str, str | None] = {}
     configs = {path.stem: load_config(path) for path in paths if not path.stem.startswith("acceptance")}
-    for name, config in sorted(configs.items(), key=lambda item: not item[1].compile):
+    for name, config in sorted(configs.items(), key=lambda item: (not item[1].compile, item[0] not in INDUCTOR)):
         raw = find_public_config(model_name(config)) or {"model_type": "llama"}  # the tiny base
         kind = raw["model_type"] if config.preference is None else "preference"
         kinds.setdefault(kind, None if config.compile else name)
@@ -670,14 +670,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="working directory, kept; default: a temporary one")
     parser.add_argument("--workers", type=int, default=2, help="configs at a time, on a core each")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="for each config")
-    parser.add_argument("--quick", action="store_true", help="leave out the configs that take the most time")
     parser.add_argument("--cold", action="store_true", help="start a new interpreter for each process of a run")
     arguments = parser.parse_args(argv)
     shipped = list_shipped_configs()
     known = {path.stem: path for path in shipped}
     chosen = [known.get(name, Path(name).absolute()) for name in arguments.configs] or shipped
-    if arguments.quick:
-        chosen = [path for path in chosen if path.stem not in LONGEST]
     if unknown := [str(path) for path in chosen if not path.is_file()]:
         parser.error(f"no such config: {', '.join(unknown)}")
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="fctune-configs-"))

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from fctune.apps.demo.tokenizer import train_tokenizer
 from fctune.base.errors import DataError
-from fctune.calls.formats.registry import detect_format
+from fctune.calls.formats.registry import FORMATS, detect_format
+from fctune.calls.formats.response_fields import Surroundings
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
@@ -198,9 +199,23 @@ templates](../templates.md)). "-" in the last column means that the template doe
             model = Path(folder) / template.name
             write_model(model, tokenizer_dir, template)
             yield describe_template(template.name, model)
+    yield _RESPONSES
+    around = Surroundings(r"\A", "end")
+    for name, found in FORMATS.items():
+        is_expressed = found.describe_response(around) is not None
+        yield f"| `{name}` | {'yes' if is_expressed else 'no'} | {found.response_note or '-'} |"
     yield _NOT_INSTALLED
 
 
+_RESPONSES = """
+## Response templates
+
+Call formats that a tokenizer's `response_template` can express. An export has the one of its chat template, unless it
+misreads any of the seeded answers that are rendered with that template. What its reader refuses, it answers with an
+error. Untyped values are typed by the schemas of the tools, which the reader needs to be given.
+
+| call format | expressed | refused or misread |
+|---|---|---|"""
 _NOT_INSTALLED = """
 ## In the repository of transformers, but not in its wheel
 

@@ -78,8 +78,6 @@ def train(job: Job, recorder: Recorder) -> None:
         reuse_freed_memory()
     run = open_run(config, world)
     choose_start(run, config)
-    recipe = (LoRAFunctionCallingRecipe if job.adapter else FullFunctionCallingRecipe)(config, world, run)
-    recipe.setup()
     profiler = _Profiler(job)
     times = {"steps": [0]}
 
@@ -95,19 +93,24 @@ def train(job: Job, recorder: Recorder) -> None:
         def close(self) -> None:
             profiler.close()
 
-    if world.is_main:
-        recipe.sinks = SinkGroup(JsonlSink(run.directory.metrics), Listener())
+    class Measured(LoRAFunctionCallingRecipe if job.adapter else FullFunctionCallingRecipe):  # type: ignore[misc]
+        def open_sinks(self, *_: object) -> SinkGroup:
+            return SinkGroup(JsonlSink(run.directory.metrics), Listener()) if world.is_main else SinkGroup()
+
+    recipe = Measured(config, world, run)
+    recipe.setup()
     recorder.begin()
     recipe.train()
-    layout, kernel = recipe.layout, recipe.model.attention_kernel
-    costs = recipe.checkpoint.costs
+    training = recipe.training
+    layout, kernel = training.planned.layout, training.model.attention_kernel
+    costs = training.checkpoint.costs
     recorder.extra |= {"layout": str(layout), "attention": kernel, "stall_s": costs.wait_s + costs.start_s}
     recorder.extra |= {"num_saves": costs.num_saves}
     if not world.is_main:  # the main rank's counts cover all ranks
         recorder.ends = [0.0] * job.steps
         recorder.counts, recorder.counts_at = [(0, 0, 0, 0)] * job.steps, list(range(1, job.steps + 1))
     if job.save_every:
-        last = recipe.checkpoint.saver.finish()
+        last = training.checkpoint.saver.finish()
         recorder.extra["save"] = None if last is None else {"bytes": last.num_bytes, "seconds": last.seconds}
         if last is not None and last.error is not None:
             raise RuntimeError(last.error)

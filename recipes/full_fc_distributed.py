@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fctune.checkpoint.hf_checkpoint import HFModelWeights
+from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_merged
 from fctune.training.entry import run_recipe
+from fctune.training.planned_run import PlannedRun, TrainingData
 from fctune.training.recipe import FineTuning
 
 # isort: split
@@ -25,24 +27,24 @@ class FullFunctionCallingRecipe(FineTuning, FTRecipeInterface):
 
     name = "full_fc_distributed"
 
-    def select_trainable_(self) -> None:
+    def select_trainable_(self, model: CausalLM) -> None:
         """Leave every parameter trainable, as built."""
 
-    def select_tokens_(self) -> None:
+    def select_tokens_(self, model: CausalLM, data: TrainingData) -> None:
         """Do nothing: the rows of all tokens train."""
 
-    def init_trainable_(self) -> None:
+    def init_trainable_(self, model: CausalLM) -> None:
         """Do nothing: every parameter is loaded from the base."""
 
-    def hf_weights(self) -> HFModelWeights:
+    def hf_weights(self, planned: PlannedRun) -> HFModelWeights:
         """Return the form of elastic checkpoints: a Hugging Face model."""
-        return HFModelWeights(self.model.architecture, self.model_dir, self.prompting())
+        return HFModelWeights(planned.model.architecture, self.model_dir, planned.prompting)
 
-    def exports(self) -> dict[str, Callable[[Path], None]]:
+    def exports(self, planned: PlannedRun) -> dict[str, Callable[[Path], None]]:
         """Return the export of the model, under the name of the LoRA recipe's merged model."""
         return {
             "merged": lambda out: export_merged(
-                self.model, self.model_dir, out, is_writer=self.world.is_main, prompting=self.prompting()
+                planned.model, self.model_dir, out, is_writer=self.world.is_main, prompting=planned.prompting
             )
         }
 

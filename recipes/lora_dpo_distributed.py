@@ -25,8 +25,8 @@ class LoRAPreferenceRecipe(AdapterTuning, FTRecipeInterface):
 
     def objective(self) -> PreferenceObjective:
         """Return the loss of preference pairs."""
-        assert self.config.preference is not None
-        return PreferenceObjective(self.config.preference)
+        assert self.requested_config.preference is not None
+        return PreferenceObjective(self.requested_config.preference)
 
 
 def main() -> int:

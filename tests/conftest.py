@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 import recipes
 from fctune.tasks.benchmarks.bfcl.cases import SIMULATORS
+from tests import warm_interpreter
 
 # Importing recipes keeps the working directory off the import path of all children, as runs need it. Tests start
 # children in the repository's root that import from there.
@@ -42,7 +43,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FCTUNE_CACHE", str(tmp_path / "cache"))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the workers of pytest-xdist too, which share the processors
     # Otherwise each worker would rewrite the tests' assertions again, and each command that they start compile fctune.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -52,6 +53,12 @@ def pytest_configure() -> None:
     # A shell starts background jobs with Ctrl-C ignored, and the commands that tests start would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        warm_interpreter.start()  # while the workers collect
+
+
+def pytest_unconfigure() -> None:
+    warm_interpreter.stop()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -146,7 +153,7 @@ def without_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_with_closed_pipe(*arguments: str) -> int:
     """Run ``fctune`` with its output closed, check that it prints no error, and return its exit code."""
-    command = [sys.executable, "-m", "fctune.cli", *arguments]
+    command = [warm_interpreter.warm_python(), "-m", "fctune.cli", *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()

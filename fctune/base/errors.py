@@ -26,6 +26,11 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C during work that reports what it kept."""
 
 
+def one_line(error: object, max_chars: int | None = None) -> str:
+    """Return the message of a library's error as one line of at most ``max_chars``, to be part of a sentence."""
+    return " ".join(str(error).split())[:max_chars]
+
+
 class ConfigProblems:
     """Config errors of several checks, to be reported together in the order in which they were found."""
 

@@ -24,7 +24,7 @@ def find_interface(head: str) -> str | None:
     except OSError:
         return None
     own = _own_address(str(address))
-    if own is not None and ipaddress.ip_address(own).is_loopback and not _is_loopback_address(head):
+    if own is not None and ipaddress.ip_address(own).is_loopback and not is_loopback(head):
         own = _own_address(_ANYWHERE)
     for name, entries in psutil.net_if_addrs().items():
         if own is not None and any(entry.address.partition("%")[0] == own for entry in entries):
@@ -52,7 +52,17 @@ def _own_address(other: str) -> str | None:
         return str(probe.getsockname()[0]).partition("%")[0]
 
 
-def _is_loopback_address(host: str) -> bool:
+def find_port_problem(port: int) -> OSError | None:
+    """Return why this process cannot listen on a port of all its addresses; None if it can."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for an address or a name of this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

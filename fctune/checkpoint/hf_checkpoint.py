@@ -28,7 +28,7 @@ from fctune.models.base_weights import find_targets, load_, plan_base
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import BASE_PROMPTING, Prompting, copy_companions, write_adapter_config, write_model_config
 from fctune.models.lora import copy_full_
-from fctune.models.tensor_files import TensorReader
+from fctune.models.tensor_files import TensorReader, group_by_size, make_index, shard_names
 from fctune.models.weight_plan import Unit, WeightPlan
 
 _MAX_FILE_BYTES = 2 * 1024**3
@@ -206,24 +206,15 @@ class HFAdapterWeights(HFWeights):
 
 
 def plan_files(stem: str, sizes: Mapping[str, int], max_bytes: int = _MAX_FILE_BYTES) -> dict[str, list[str]]:
-    """Assign tensors to files, named as Hugging Face names the shards of a model.
+    """Assign tensors to files.
 
     Args:
-        stem: ``model`` gives ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on.
+        stem: Start of the files' names; see ``shard_names``.
         sizes: Bytes of each tensor by name, in the order to write.
         max_bytes: Limit of a file; a larger tensor gets a file to itself.
     """
-    files: list[list[str]] = []
-    free_bytes = 0
-    for name, size in sizes.items():
-        if size > free_bytes or not files:
-            files.append([])
-            free_bytes = max_bytes
-        files[-1].append(name)
-        free_bytes -= size
-    if len(files) == 1:
-        return {f"{stem}.safetensors": files[0]}
-    return {f"{stem}-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, start=1)}
+    files = [[name for name, _ in group] for group in group_by_size(sizes.items(), lambda item: item[1], max_bytes)]
+    return dict(zip(shard_names(stem, len(files)), files, strict=True))
 
 
 def write_files(
@@ -284,8 +275,7 @@ def write_files(
     if rank == 0 and len(files) > 1:
         weight_map = {name: file for file, names in files.items() for part in names for name in by_name[part].sizes}
         total = sum(size for part in parts for size in part.sizes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        records.append(write_json(folder / f"{stem}.safetensors.index.json", index))
+        records.append(write_json(folder / f"{stem}.safetensors.index.json", make_index(weight_map, total)))
     return records
 
 

@@ -7,6 +7,7 @@ Modules of this package import nothing heavy at the top, so that ``--help`` and 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,7 @@ from fctune.cli import (
     data,
     eval_options,
     export,
+    gate,
     plan,
     preflight,
     push,
@@ -31,6 +33,7 @@ from fctune.cli import (
     serve,
     sweep,
     train,
+    tune,
     watch,
 )
 from fctune.cli.parser import Parser, report_interrupt, resolve_config_arguments
@@ -56,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         argcomplete.autocomplete(parser)
     try:
         arguments = _parse(parser, argv)
-        arguments.is_own_process = is_own_process
         code: int = arguments.run(arguments)
     except (ConfigError, DataError, CheckpointError) as error:
         print(escape_controls(str(error)), file=sys.stderr)
@@ -65,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_interrupt(interrupt)
     except BrokenPipeError:  # the reader of our output has closed it
         return 0
+    finally:
+        if is_own_process:
+            gc.freeze()  # the interpreter's last collection takes a second of CPU once torch is imported
     return code
 
 
@@ -74,6 +79,7 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     groups = (
+        tune,
         train,
         sweep,
         config,
@@ -81,6 +87,7 @@ def make_parser() -> Parser:
         plan,
         preflight,
         eval_options,
+        gate,
         score,
         sample,
         chat,
@@ -101,6 +108,8 @@ def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     if hasattr(arguments, "overrides"):
         resolve_config_arguments(arguments, rest, argv)
+    elif hasattr(arguments, "settings"):
+        tune.sort_words(arguments, rest)
     elif rest:
         getattr(arguments, "command_parser", parser).report_unknown(rest)
     return eval_options.apply_options_file(parser, arguments, argv)

@@ -5,16 +5,28 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from fctune.base.errors import ConfigError, Interrupted
 from fctune.base.terminal import Terminal
-from fctune.cli.data_rows import add_format_argument, add_row_commands, read_columns
+from fctune.cli.data_rows import (
+    add_format_argument,
+    add_kinds_argument,
+    add_row_commands,
+    add_selection_arguments,
+    list_sources,
+    read_augment,
+    read_columns,
+    read_selection,
+    to_redact_kinds,
+)
 from fctune.cli.files import write_file
+from fctune.cli.generate import add_generate
 from fctune.cli.parser import add_config_arguments, add_template_args_argument
 from fctune.config.chat_templates import list_shipped_templates
-from fctune.data.sources.reader import list_files
+from fctune.config.intervals import format_count
 from fctune.models.run_config import load_run_config, resolve_base
 
 
@@ -26,13 +38,16 @@ def add_commands(commands: Any) -> None:
     _add_check(data)
     _add_show(data)
     _add_prepare(data)
+    _add_tools(data)
     add_row_commands(data)
+    add_generate(data)
 
 
 def _add_check(data: Any) -> None:
     check = data.add_parser("check", help="report what a dataset holds, and every row that cannot be used")
     check.add_argument("paths", nargs="+", metavar="PATH", help="file, directory, hf:NAME[:CONFIG][:SPLIT][@REVISION]")
     add_format_argument(check)
+    add_selection_arguments(check)
     check.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows of each source")
     check.add_argument("--tokenizer", metavar="DIR", help="model directory; count tokens and supervised tokens")
     _add_template_arguments(check)
@@ -44,6 +59,13 @@ def _add_check(data: Any) -> None:
     )
     check.add_argument(
         "--eval-suite", nargs="+", default=[], metavar="PATH", help="benchmark questions to search for overlap"
+    )
+    check.add_argument(
+        "--secrets",
+        type=to_redact_kinds,
+        default=["secrets"],
+        metavar="KIND,...",
+        help="texts to warn about: secrets, emails, phones, paths; default: secrets, which are credentials",
     )
     check.add_argument(
         "--on-invalid", choices=("fail", "skip"), default="fail", help="fail: exit 1 if a row cannot be used"
@@ -61,6 +83,7 @@ def _add_show(data: Any) -> None:
     show.add_argument("--tokenizer", metavar="DIR", help="model directory; without it, the conversation is printed")
     _add_template_arguments(show)
     add_format_argument(show)
+    add_kinds_argument(show, "--augment")
     _add_supervision_arguments(show)
     show.set_defaults(run=_show_row)
 
@@ -69,6 +92,16 @@ def _add_prepare(data: Any) -> None:
     prepare = data.add_parser("prepare", help="tokenise and pack the rows of a config, as training does at its start")
     add_config_arguments(prepare)
     prepare.set_defaults(run=_prepare_data)
+
+
+def _add_tools(data: Any) -> None:
+    tools = data.add_parser("tools", help="draft the tools of rows that name none, such as sessions, from their calls")
+    tools.add_argument("paths", nargs="+", metavar="PATH", help="file, directory or hf:NAME, as for data check")
+    tools.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file of tools to write")
+    tools.add_argument("--force", action="store_true", help="replace the file if it exists")
+    add_format_argument(tools)
+    add_selection_arguments(tools)
+    tools.set_defaults(run=_draft_tools)
 
 
 def _add_template_arguments(command: argparse.ArgumentParser) -> None:
@@ -128,7 +161,8 @@ def _check_data(arguments: argparse.Namespace) -> int:
         model_dir = resolve_model_dir(arguments.tokenizer)
         template = ChatTemplate(model_dir, _read_supervision(arguments), arguments.template_args, chosen)
         sources = [(path, arguments.format) for path in arguments.paths]
-        template.resolve_thinking(lambda: has_reasoning_rows(sources, arguments.max_samples, columns))
+        selection = read_selection(arguments)
+        template.resolve_thinking(lambda: has_reasoning_rows(sources, arguments.max_samples, columns, selection))
 
         def count(conversation: Any) -> tuple[int, int]:
             samples = template.encode(conversation)
@@ -150,6 +184,9 @@ def _check_data(arguments: argparse.Namespace) -> int:
             on_progress=lambda rows: status.update(f"{rows:,} rows read"),
             template=template,
             columns=columns,
+            fold=arguments.fold,
+            selection=read_selection(arguments),
+            secrets=arguments.secrets,
         )
     console.print(report.render_text())
     if template is not None:
@@ -168,14 +205,16 @@ def _check_data(arguments: argparse.Namespace) -> int:
 
 def _show_row(arguments: argparse.Namespace) -> int:
     if not arguments.path.startswith(("hf:", "synthetic:")):
+        from fctune.data.sources.reader import list_files
+
         list_files(arguments.path)  # before the imports and the tokenizer, which take seconds
     chosen = _read_template(arguments)
-    columns = read_columns(arguments)
+    columns, augment = read_columns(arguments), read_augment(arguments)
     from fctune.data.show import show_conversation, show_row
 
     console = Terminal(soft_wrap=True, highlight=False)
     if arguments.tokenizer is None:
-        renderables = show_conversation(arguments.path, arguments.row, arguments.format, columns)
+        renderables = show_conversation(arguments.path, arguments.row, arguments.format, columns, augment)
     else:
         from fctune.models.hub import resolve_model_dir
 
@@ -189,9 +228,27 @@ def _show_row(arguments: argparse.Namespace) -> int:
             chat_template=chosen,
             has_colour=console.color_system is not None and not console.no_color,
             columns=columns,
+            augment=augment,
         )
     for renderable in renderables:
         console.print(renderable)
+    return 0
+
+
+def _draft_tools(arguments: argparse.Namespace) -> int:
+    from fctune.data.observed_tools import draft_tools
+
+    if arguments.out.exists() and not arguments.force:
+        raise ConfigError(f"--out {arguments.out}: exists; pass --force to replace it.")
+    drafts = draft_tools(list_sources(arguments, arguments.paths))
+    write_file(arguments.out, "--out", lambda: json.dumps(drafts, indent=2, ensure_ascii=False) + "\n")
+    console, names = Terminal(highlight=False, markup=False), [draft["function"]["name"] for draft in drafts]
+    console.print(f"{format_count(len(drafts), 'tool')} in {arguments.out}: {', '.join(names)}", soft_wrap=True)
+    console.print(
+        "Drafts: add the descriptions that the agent had, which the model reads, and correct types and required "
+        f"parameters. Then: fctune tune --data {shlex.join(arguments.paths)} --tools {shlex.quote(str(arguments.out))}",
+        soft_wrap=True,
+    )
     return 0
 
 

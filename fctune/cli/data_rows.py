@@ -1,21 +1,32 @@
-"""``fctune data convert``, ``cases`` and ``synthetic``: commands that write rows."""
+"""``fctune data convert``, ``augment``, ``cases`` and ``synthetic``: commands that write rows."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError, Interrupted
 from fctune.base.terminal import Terminal
 from fctune.cli.files import write_file
-from fctune.config.intervals import format_count
+from fctune.config.conditions import Condition, parse_conditions
+from fctune.config.intervals import format_count, parse_share
 from fctune.config.parsing import suggest
-from fctune.data.check.warnings import WARNING_KINDS
-from fctune.data.sources.defects import DEFECT_KINDS
-from fctune.data.sources.reader import list_files
+from fctune.config.sections.data import (
+    AUGMENT_KINDS,
+    REDACT_KINDS,
+    AugmentConfig,
+    RedactConfig,
+    RedactKind,
+    SourceConfig,
+)
 from fctune.data.sources.row_formats.registry import ROW_FORMATS
+
+if TYPE_CHECKING:
+    from fctune.data.sources.selection import Selection
 
 _NUM_TOOLS = 20  # that are shown
 
@@ -37,6 +48,105 @@ def add_format_argument(command: argparse.ArgumentParser) -> None:
         metavar="OWN=NAME,...",
         help="the format's name for columns of other names, such as question=query; OWN=ignore leaves one out",
     )
+
+
+def add_selection_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of a command that reads all rows of a source: which of them it leaves out."""
+    command.add_argument(
+        "--fold",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="leave out records whose messages are the beginning of another record's; default: auto, in logs",
+    )
+    command.add_argument(
+        "--where",
+        type=_to_conditions,
+        default=(),
+        metavar="CONDITIONS",
+        help='keep rows that meet these only, such as "score >= 0.8 and tool == search"; names are columns or keys, or '
+        "tool (called), messages, calls, characters",
+    )
+    command.add_argument(
+        "--failed",
+        choices=("drop", "keep"),
+        default="drop",
+        help="answers and runs that the row marks as failed: left out, or read as others; default: %(default)s",
+    )
+    command.add_argument(
+        "--wrong-turns",
+        choices=("context", "train"),
+        default="context",
+        help="turns whose calls all have results marked as errors: kept as context, or trained; default: %(default)s",
+    )
+
+
+def read_selection(arguments: argparse.Namespace) -> Selection:
+    """Return the selection that the options of ``add_selection_arguments`` give."""
+    from fctune.data.sources.selection import Selection
+
+    return Selection(arguments.where, arguments.failed, arguments.wrong_turns)
+
+
+def list_sources(arguments: argparse.Namespace, paths: Sequence[str]) -> list[SourceConfig]:
+    """Return the sources of a command with ``add_format_argument`` and ``add_selection_arguments``, as in a config."""
+    columns, where = read_columns(arguments), " and ".join(map(str, arguments.where))
+    fold, failed, wrong_turns = arguments.fold, arguments.failed, arguments.wrong_turns
+    return [
+        SourceConfig(
+            path=path,
+            format=arguments.format,
+            columns=columns,
+            fold=fold,
+            where=where,
+            failed=failed,
+            wrong_turns=wrong_turns,
+        )
+        for path in paths
+    ]
+
+
+def _to_conditions(text: str) -> tuple[Condition, ...]:
+    try:
+        return parse_conditions(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_redact_arguments(command: argparse.ArgumentParser) -> None:
+    """Add ``--redact`` and what belongs to it to a command that writes rows."""
+    command.add_argument(
+        "--redact",
+        type=to_redact_kinds,
+        nargs="?",
+        const=["secrets"],
+        metavar="KIND,...",
+        help=f"replace secrets by placeholders: {', '.join(REDACT_KINDS)}; without a kind: secrets",
+    )
+    command.add_argument(
+        "--redact-seed", type=int, default=0, metavar="N", help="seed of the placeholders; default: %(default)s"
+    )
+    command.add_argument(
+        "--supervise-redacted",
+        action="store_true",
+        help="keep the weight of turns with placeholders, which are context otherwise",
+    )
+
+
+def to_redact_kinds(text: str) -> list[RedactKind]:
+    """Parse kinds of secrets, separated by commas."""
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in REDACT_KINDS:
+            known = ", ".join(REDACT_KINDS)
+            raise argparse.ArgumentTypeError(f"{word}: unknown kind{suggest(word, REDACT_KINDS)} (known: {known})")
+    return [kind for kind in REDACT_KINDS if kind in words]
+
+
+def _read_redact(arguments: argparse.Namespace) -> RedactConfig | None:
+    """Return what is to be redacted, or None."""
+    if arguments.redact is None:
+        return None
+    return RedactConfig(kinds=arguments.redact, seed=arguments.redact_seed, supervise=arguments.supervise_redacted)
 
 
 def _to_columns(text: str) -> list[tuple[str, str]]:
@@ -64,6 +174,7 @@ def read_columns(arguments: argparse.Namespace) -> dict[str, str]:
 def add_row_commands(data: Any) -> None:
     """Add the commands to ``fctune data``."""
     _add_convert(data)
+    _add_augment(data)
     _add_cases(data)
     _add_synthetic(data)
 
@@ -76,6 +187,7 @@ def _add_convert(data: Any) -> None:
         "--to", choices=("openai",), default="openai", help="row format to write; default: %(default)s"
     )
     add_format_argument(convert)
+    add_selection_arguments(convert)
     convert.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows")
     convert.add_argument(
         "--tools",
@@ -93,14 +205,99 @@ def _add_convert(data: Any) -> None:
         help="leave out rows with these kinds of warnings, as data check names them",
     )
     convert.add_argument("--dedupe", action="store_true", help="leave out rows that repeat an earlier one exactly")
+    add_redact_arguments(convert)
     convert.add_argument("--strict", action="store_true", help="write nothing if a row cannot be converted")
     convert.add_argument("--force", action="store_true", help="replace OUT if it exists")
     convert.add_argument("--json", type=Path, metavar="FILE", help="write what changed, and the rows skipped, as JSON")
     convert.set_defaults(run=_convert_data)
 
 
+def _add_augment(data: Any) -> None:
+    augment = data.add_parser("augment", help="write the rows of a source with changed and added ones, as data.augment")
+    augment.add_argument("source", metavar="IN", help="file, directory or hf:NAME, as for data check")
+    augment.add_argument("out", type=Path, metavar="OUT", help="JSONL file to write, in OpenAI's format")
+    add_kinds_argument(augment, "--kinds", is_required=True)
+    augment.add_argument(
+        "--validation-share",
+        type=_to_share,
+        default=0.02,
+        metavar="X",
+        help="data.validation_share of the runs to come, whose held-out rows stay as they are; default: %(default)s",
+    )
+    add_redact_arguments(augment)
+    add_format_argument(augment)
+    add_selection_arguments(augment)
+    augment.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows")
+    augment.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    augment.add_argument("--json", type=Path, metavar="FILE", help="write the counts of each kind as JSON")
+    augment.set_defaults(run=_augment_data)
+
+
+def add_kinds_argument(command: argparse.ArgumentParser, option: str, is_required: bool = False) -> None:
+    """Add an option for kinds of augmentation, and those that choose among rows and tools."""
+    command.add_argument(
+        option,
+        type=_to_augment,
+        required=is_required,
+        dest="augment",
+        metavar="KIND=SHARE,...",
+        help=f"kinds of augmentation, such as take_away=10%%,mask_names=30%%; without a share, all rows: "
+        f"{', '.join(AUGMENT_KINDS)}",
+    )
+    command.add_argument(
+        "--max-tools",
+        type=int,
+        default=8,
+        metavar="N",
+        help="most tools of a row that distract adds to; default: 8",
+    )
+    command.add_argument("--seed", type=int, default=0, help="seed of the augmentation; default: %(default)s")
+
+
+def _to_augment(text: str) -> dict[str, float]:
+    """Return the share of each kind, from ``KIND=SHARE,...``."""
+    shares: dict[str, float] = {}
+    for word in text.split(","):
+        kind, equals, share = (part.strip() for part in word.partition("="))
+        if kind not in AUGMENT_KINDS:
+            known = ", ".join(AUGMENT_KINDS)
+            raise argparse.ArgumentTypeError(f"{kind}: unknown kind{suggest(kind, AUGMENT_KINDS)} (known: {known})")
+        if kind in shares:
+            raise argparse.ArgumentTypeError(f"{kind}: is there twice")
+        try:
+            shares[kind] = parse_share(share) if equals else 1.0
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{word.strip()}: {error}") from None
+        if not shares[kind]:
+            raise argparse.ArgumentTypeError(f"{word.strip()}: no row would be chosen; leave it out")
+    return shares
+
+
+def _to_share(text: str) -> float:
+    try:
+        return parse_share(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def read_augment(arguments: argparse.Namespace) -> AugmentConfig | None:
+    """Return the augmentation that was asked for, or None.
+
+    Raises:
+        ConfigError: --max-tools is too small.
+    """
+    if arguments.max_tools < 3:
+        raise ConfigError(f"--max-tools {arguments.max_tools}: expected 3 or more.")
+    if arguments.augment is None:
+        return None
+    return AugmentConfig(**arguments.augment, max_tools=arguments.max_tools, seed=arguments.seed)
+
+
 def _to_kinds(text: str) -> list[str]:
     """Parse kinds of warnings, separated by commas."""
+    from fctune.data.check.warnings import WARNING_KINDS  # imports the checker
+    from fctune.data.sources.defects import DEFECT_KINDS
+
     kinds = [kind.strip() for kind in text.split(",")]
     for kind in kinds:
         if kind in DEFECT_KINDS:
@@ -126,7 +323,9 @@ def _add_cases(data: Any) -> None:
     )
     cases.add_argument("--test-share", type=float, default=0.2, metavar="X", help="default: %(default)s")
     cases.add_argument("--seed", type=int, default=0, help="seed of the split; default: %(default)s")
+    add_redact_arguments(cases)
     add_format_argument(cases)
+    add_selection_arguments(cases)
     cases.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows of each source")
     cases.add_argument(
         "--force-benchmark", action="store_true", help="make cases of a benchmark's questions; each then says so"
@@ -153,8 +352,7 @@ def _convert_data(arguments: argparse.Namespace) -> int:
     tools, columns = read_tool_files(arguments.tools), read_columns(arguments)
     console = Terminal()
     try:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with console.status("converting") as status:
+        with _writing(arguments.out), console.status("converting") as status:
             report = convert_source(
                 arguments.source,
                 arguments.out,
@@ -166,24 +364,71 @@ def _convert_data(arguments: argparse.Namespace) -> int:
                 columns,
                 arguments.drop,
                 arguments.dedupe,
+                arguments.fold,
+                read_selection(arguments),
+                _read_redact(arguments),
             )
         is_written = True
     except RowsSkippedError as error:
         report, is_written = error.report, False
-    except OSError as error:
-        raise ConfigError(f"{arguments.out}: cannot be written ({error.strerror or error}).") from None
-    except KeyboardInterrupt:
-        raise Interrupted("nothing was written; run the same command to start over") from None
-    for line in report.describe(arguments.source, str(arguments.out) if is_written else None):
-        console.print(line, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    if arguments.json is not None:
-        text = json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n"
-        write_file(arguments.json, "--json", lambda: text)
+    _print_report(console, report.describe(arguments.source, str(arguments.out) if is_written else None))
+    _write_counts(arguments, report.to_json())
     return 0 if is_written else 1
 
 
+def _augment_data(arguments: argparse.Namespace) -> int:
+    from fctune.data.augment.augmented_file import augment_source
+
+    _check_out(arguments)
+    config, columns = read_augment(arguments), read_columns(arguments)
+    assert config is not None
+    console = Terminal()
+    with _writing(arguments.out), console.status("augmenting") as status:
+        report = augment_source(
+            arguments.source,
+            arguments.out,
+            config,
+            arguments.format,
+            arguments.max_samples,
+            columns,
+            arguments.validation_share,
+            arguments.fold,
+            lambda counts: status.update(f"{counts.rows:,} rows read, {counts.added:,} added"),
+            read_selection(arguments),
+            _read_redact(arguments),
+        )
+    _print_report(console, report.describe(arguments.source, str(arguments.out)))
+    _write_counts(arguments, report.to_json())
+    return 0
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Make the directory of a file of rows, and say what keeps it from being written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror or error}).") from None
+    except KeyboardInterrupt:
+        raise Interrupted("nothing was written; run the same command to start over") from None
+
+
+def _print_report(console: Terminal, lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def _write_counts(arguments: argparse.Namespace, counts: Mapping[str, Any]) -> None:
+    if arguments.json is not None:
+        text = json.dumps(counts, indent=2, ensure_ascii=False) + "\n"
+        write_file(arguments.json, "--json", lambda: text)
+
+
 def _check_out(arguments: argparse.Namespace) -> None:
-    """Check the paths of a conversion before any row is read."""
+    """Check the paths of a command that writes rows before any is read."""
+    from fctune.data.sources.reader import list_files
+
     out: Path = arguments.out
     if not arguments.source.startswith(("hf:", "synthetic:")):
         files = list_files(arguments.source)
@@ -197,6 +442,7 @@ def _check_out(arguments: argparse.Namespace) -> None:
 
 
 def _make_cases(arguments: argparse.Namespace) -> int:
+    from fctune.data.sources.reader import list_files
     from fctune.tasks.evaluation.row_cases import (
         RowCase,
         check_benchmark,
@@ -214,7 +460,17 @@ def _make_cases(arguments: argparse.Namespace) -> int:
                     if out is not None and out.exists() and out.samefile(file):
                         raise ConfigError(f"{option} {out}: is the source itself; choose another file.")
     columns = read_columns(arguments)
-    made = make_row_cases(arguments.paths, arguments.turns, arguments.format, arguments.max_samples, columns)
+    redact = _read_redact(arguments)
+    made = make_row_cases(
+        arguments.paths,
+        arguments.turns,
+        arguments.format,
+        arguments.max_samples,
+        columns,
+        arguments.fold,
+        read_selection(arguments),
+        redact,
+    )
     check_benchmark(made.benchmark, ", ".join(arguments.paths), arguments.force_benchmark)
     mark = {} if made.benchmark is None else {"metadata": {"benchmark": made.benchmark}}
 
@@ -241,6 +497,9 @@ def _make_cases(arguments: argparse.Namespace) -> int:
             console.print(f"dropped {dropped} training and test tools or questions", soft_wrap=True)
     for counted in describe_left_out(made.left_out):
         console.print(f"skipped {counted}", soft_wrap=True)
+    if made.secrets.kinds:
+        hint = "" if redact is not None else "; --redact replaces them"
+        console.print(made.secrets.describe(redact is not None) + hint, soft_wrap=True)
     return 0
 
 

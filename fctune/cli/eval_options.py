@@ -145,7 +145,9 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     generation.add_argument(
         "--format", help="call format; default: detected from the chat template, or parsed by the server"
     )
-    generation.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
+    generation.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="most tokens of an answer; default: the benchmark's, or 256"
+    )
     generation.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s (greedy)")
     generation.add_argument("--batch-size", type=int, default=64, help="prompts per batch, in process; default: 64")
     server = parser.add_argument_group("servers")
@@ -240,12 +242,26 @@ def _add_parser_accuracy_options(parser: argparse.ArgumentParser) -> None:
 def add_case_and_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``fctune eval`` that choose cases, the model or server, and generation."""
     _copy_eval_options(parser, {"--out", "--fresh", "--html", "--propose", "--min-accuracy", "--strict-leaks"})
+    parser.set_defaults(max_new_tokens=256)
+
+
+def add_benchmark_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the benchmarks, such as where their data is."""
+    donor = argparse.ArgumentParser(add_help=False)
+    for benchmark in find_benchmarks().values():
+        benchmark.add_eval_options(donor.add_argument_group("cases"))
+    _copy_options(parser, donor, set())
 
 
 def _copy_eval_options(parser: argparse.ArgumentParser, left_out: set[str]) -> None:
-    """Add the options of ``fctune eval`` but for some, and the defaults of those that only that command has."""
+    """Add the options of ``fctune eval`` but for some."""
     donor = argparse.ArgumentParser(add_help=False)
     _add_eval_options(donor)
+    _copy_options(parser, donor, left_out)
+
+
+def _copy_options(parser: argparse.ArgumentParser, donor: argparse.ArgumentParser, left_out: set[str]) -> None:
+    """Add the options of ``donor`` but for some, and the defaults of those that only ``fctune eval`` has."""
     eval_only = {option for benchmark in find_benchmarks().values() for option in benchmark.eval_only_options}
     for action in donor._actions:
         if eval_only.intersection(action.option_strings):

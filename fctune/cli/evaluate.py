@@ -29,12 +29,13 @@ from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.terminal import escape_controls
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import FORMATS, get_format
-from fctune.cli import engines
 from fctune.cli.eval_options import find_suite
 from fctune.cli.tables import (
     make_console,
     make_reasoning_table,
     make_score_table,
+    print_defects,
+    print_figures,
     print_leaderboard,
     print_not_run,
 )
@@ -43,6 +44,8 @@ from fctune.config.loading import read_environment
 from fctune.engines.engine import Engine, Sampling
 from fctune.engines.http_client import RetryPolicy
 from fctune.engines.model_files import ModelFiles, is_server
+from fctune.engines.opening import find_files
+from fctune.engines.opening import open_engine as open_named_engine
 from fctune.tasks.evaluation.held_out import find_leaks
 from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.evaluation.summary import summarise_run
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from fctune.base.distributed import World
 
 _NUM_SHOWN = 5
+_MAX_NEW_TOKENS = 256
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -110,6 +114,8 @@ def _run(arguments: argparse.Namespace, world: World | None) -> int:
     console.print(make_score_table(title, summary))
     if summary["reasoning"]:
         console.print(make_reasoning_table("reasoning", summary["reasoning"]))
+    print_defects(console, summary["defects"])
+    print_figures(console, summary.get("figures"))
     print_leaderboard(console, summary)
     print_not_run(console, suite.not_run)
     console.print(f"results: {results.path}", soft_wrap=True)
@@ -189,7 +195,7 @@ def check_model(arguments: argparse.Namespace, world: World | None) -> tuple[Cal
     if is_server(arguments.model) and world is not None:
         raise ConfigError(f"--model {arguments.model}: only one process can query a server; raise --concurrency.")
     named = get_format(arguments.format) if arguments.format else None
-    return named, engines.find_files(arguments.model, arguments.adapter)
+    return named, find_files(arguments.model, arguments.adapter)
 
 
 def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> Suite:
@@ -203,6 +209,8 @@ def open_suite(arguments: argparse.Namespace, has_multi_turn: bool = False) -> S
         has_plain_names=is_server(arguments.model) and arguments.format is None,
         has_multi_turn=has_multi_turn,
     ).select(limit=arguments.limit)
+    if arguments.max_new_tokens is None:
+        arguments.max_new_tokens = suite.max_new_tokens or _MAX_NEW_TOKENS
     if arguments.min_accuracy is not None and suite.benchmark is not None:
         raise ConfigError(f"--min-accuracy: {suite.benchmark} has no accuracy over all its categories. Leave it out.")
     return suite
@@ -221,7 +229,7 @@ def open_engine(
     """
 
     def open_here() -> tuple[Engine, CallFormat | None]:
-        return engines.open_engine(
+        return open_named_engine(
             arguments.model,
             files,
             named,
@@ -275,7 +283,7 @@ def _warn_of_unparsed_calls(console: Console, rows: list[Row], summary: dict[str
     """Warn of calls that a server left in its text: all of them, without its parser, or broken ones."""
     if summary["settings"]["format"] != "served":
         return
-    texts = [row["answer"] for row in rows if row["answer"] and not row["calls"]]
+    texts = [row["answer"] for row in rows if row["answer"] and row["tools"] and not row["calls"]]
     read = {name: [call_format.parse(text) for text in texts] for name, call_format in FORMATS.items()}
     whole = {name: sum(bool(one.calls) for one in found) for name, found in read.items()}
     broken = {name: sum(bool(one.malformed) for one in found) for name, found in read.items()}

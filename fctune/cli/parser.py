@@ -128,10 +128,10 @@ def resolve_config_arguments(arguments: argparse.Namespace, rest: Sequence[str],
         rest: Words that argparse left over, such as overrides after an option.
         typed: All words of the command line.
     """
-    files = [word for word in arguments.data if not _is_override(word)]
+    files = [word for word in arguments.data if not is_override(word)]
     words = [*([arguments.config] if arguments.config is not None else []), *arguments.overrides, *rest]
-    overrides = [word for word in (*arguments.data, *words) if _is_override(word)]
-    others = [word for word in words if not _is_override(word)]
+    overrides = [word for word in (*arguments.data, *words) if is_override(word)]
+    others = [word for word in words if not is_override(word)]
     arguments.config = arguments.config_option
     if arguments.config is None and others and not others[0].startswith("-") and not _is_rows(others[0]):
         arguments.config = others.pop(0)
@@ -178,7 +178,8 @@ def _is_rows(word: str) -> bool:
     return word.startswith(("hf:", "synthetic:")) or word.endswith(DATA_SUFFIXES)
 
 
-def _is_override(word: str) -> bool:
+def is_override(word: str) -> bool:
+    """Return True for a word that sets or drops a key of a config."""
     return word.startswith("~") or ("=" in word and not word.startswith("-") and not os.path.exists(word))
 
 

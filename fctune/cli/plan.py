@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from fctune.base.errors import ConfigProblems
 from fctune.base.terminal import Terminal
 from fctune.cli.parser import add_config_arguments
-from fctune.cli.quick_imports import stand_in_for_slow_imports
 from fctune.models.run_config import load_run_config
 
 
@@ -122,15 +120,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     problems.raise_all()
     assert config is not None
     assert request is not None
-    # What imports create stays to the end: going through it again and again takes a sixth of the time, and once 0.2 s.
-    if arguments.is_own_process:
-        gc.disable()
-        stand_in_for_slow_imports()
     from fctune.apps.plan.plan import make_plan  # imports torch, which takes seconds
 
     plan = make_plan(config, request)
-    if arguments.is_own_process:
-        gc.freeze()
     if arguments.json:
         print(json.dumps(_replace_infinity(plan.to_json()), indent=2))
     else:

@@ -37,16 +37,22 @@ def add_commands(commands: Any) -> None:
     push.add_argument(
         "--print-card", action="store_true", help="print the model card, and neither write nor upload anything"
     )
+    push.add_argument(
+        "--force", action="store_true", help="upload a model that fctune gate has stopped; its card says so"
+    )
     push.set_defaults(run=_push)
 
 
 def _push(arguments: argparse.Namespace) -> int:
     from fctune.apps.push.card import FILE_NAME, WRITTEN_BY, make_model_card
     from fctune.apps.push.upload import find_export, find_local_base, find_visibility, plan_upload, push
+    from fctune.runs.release import require_released
     from fctune.tasks.evaluation.accuracy import find_accuracies
 
     _require_repository_name(arguments.name)
     export = find_export(Path(arguments.model))
+    if not arguments.print_card:
+        require_released(export, "not uploaded", arguments.force)
     record = _find_run(export)
     card = make_model_card(export, arguments.name, record, find_accuracies(record) if record else ())
     if arguments.print_card:

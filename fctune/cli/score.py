@@ -22,7 +22,7 @@ def add_commands(commands: Any) -> None:
         "score", help="judge a file of predictions, with an interval for every category"
     ).add_subparsers(required=True, metavar="COMMAND")
     scored = []
-    for name, benchmark in find_benchmarks().items():
+    for name, benchmark in ((name, one) for name, one in find_benchmarks().items() if one.has_predictions):
         command = score.add_parser(name, help=f"judge by the rules of {benchmark.title}, for each of its categories")
         benchmark.add_score_options(command)
         command.set_defaults(run=_score_benchmark, benchmark=benchmark)
@@ -65,11 +65,18 @@ def _score(arguments: argparse.Namespace, suite: Suite) -> int:
 
 
 def _show(summary: dict[str, Any], out: Path) -> None:
-    from fctune.cli.tables import make_console, make_score_table, print_leaderboard, print_not_run
+    from fctune.cli.tables import (
+        make_console,
+        make_score_table,
+        print_figures,
+        print_leaderboard,
+        print_not_run,
+    )
 
     console = make_console()
     title = f"predictions for {summary['suite']}"
     console.print(make_score_table(title, summary))
+    print_figures(console, summary.get("figures"))
     print_leaderboard(console, summary)
     print_not_run(console, summary["not_run"])
     missing, unknown, repeated = summary["missing_ids"], summary["unknown_ids"], summary["num_repeated_ids"]

@@ -28,6 +28,7 @@ def add_commands(commands: Any) -> None:
     )
     serve.add_argument("--print", action="store_true", dest="print_only", help="print the command without running it")
     serve.add_argument("--vllm", default="", metavar="OPTIONS", help='further vLLM options: --vllm="--enforce-eager"')
+    serve.add_argument("--force", action="store_true", help="serve a model that fctune gate has stopped")
     add_template_args_argument(serve)
     serve.set_defaults(run=_serve)
 
@@ -35,7 +36,9 @@ def add_commands(commands: Any) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     from fctune.apps.serve.server import find_host, require_agreement
     from fctune.engines.vllm_options import RUN_TIME_ADAPTERS, server_options
+    from fctune.runs.release import require_released
 
+    require_released(arguments.model, "not served", arguments.force)
     if not 1 <= arguments.port <= 65535:
         raise ConfigError(f"--port {arguments.port}: expected 1 to 65535.")
     try:

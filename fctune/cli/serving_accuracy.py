@@ -20,8 +20,9 @@ from typing import Any
 
 from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.base import SERVERS
-from fctune.calls.formats.registry import detect_format, get_format
+from fctune.calls.formats.registry import get_format
 from fctune.calls.reasoning.registry import detect_reasoning
+from fctune.calls.response_template import find_call_format
 from fctune.calls.server_parsers import read_server_parsers
 from fctune.cli import evaluate
 from fctune.cli.files import write_file
@@ -74,7 +75,7 @@ def _answers(arguments: argparse.Namespace) -> tuple[Suite, list[Row]]:
 def _serve(
     arguments: argparse.Namespace, suite: Suite, rows: list[Row], template: ChatTemplate, model_dir: Path
 ) -> tuple[list[Served], list[str]]:
-    call_format = get_format(arguments.format) if arguments.format else detect_format(template.source)
+    call_format = get_format(arguments.format) if arguments.format else find_call_format(template)
     reasoning_format = detect_reasoning(template.source)
     recorded = read_server_parsers(model_dir, template)
     is_open = None

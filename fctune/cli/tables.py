@@ -110,6 +110,48 @@ def make_reasoning_table(title: str, by_category: Mapping[str, Mapping[str, Any]
     return table
 
 
+def print_defects(console: Console, by_category: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print the counts of ``summarise_defects``, one line if there are none."""
+    if not by_category:
+        return
+    names = [name.replace("_", " ") for name in next(iter(by_category.values()))]
+    if not any(found["successes"] for rates in by_category.values() for found in rates.values()):
+        console.print(f"answers with defects: none ({', '.join(names)})", soft_wrap=True, highlight=False)
+        return
+    table = make_table("answers with defects", "category", "answers", *names)
+    for category, rates in by_category.items():
+        counts = [f"{found['successes']:,}" for found in rates.values()]
+        answers = next(iter(rates.values()))["n"]
+        table.add_row(category, f"{answers:,}", *counts, style="bold" if category == "all" else "")
+    console.print(table)
+
+
+def print_figures(console: Console, figures: Mapping[str, Any] | None) -> None:
+    """Print a benchmark's further figures; see ``fctune.tasks.suite.Measure``."""
+    if figures is None:
+        return
+    table = make_table("figures of the benchmark", "figure", "value", "95 % interval", "n")
+    for name, found in figures.get("rates", {}).items():
+        if found["n"]:
+            table.add_row(
+                name.replace("_", " "),
+                f"{found['rate']:.1%}",
+                f"{found['low']:.1%} - {found['high']:.1%}",
+                f"{found['n']:,}",
+            )
+    for name, value in figures.get("values", {}).items():
+        table.add_row(name.replace("_", " "), f"{value:.3f}", "", "")
+    console.print(table)
+    if counts := figures.get("table"):
+        columns = next(iter(counts.values()))
+        table = make_table("answers", "", *columns)
+        for name, row in counts.items():
+            table.add_row(name, *(f"{row[column]:,}" for column in columns))
+        console.print(table)
+    for note in figures.get("notes", ()):
+        console.print(note, soft_wrap=True, highlight=False)
+
+
 def print_not_run(console: Console, not_run: Mapping[str, str]) -> None:
     """Print the categories that were not run, grouped by reason."""
     for reason in dict.fromkeys(not_run.values()):

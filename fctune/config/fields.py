@@ -14,10 +14,28 @@ import inspect
 import math
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+
+class SectionProblems:
+    """Problems that the ``check`` of a section finds, one line each.
+
+    Args:
+        uncertain: Fields of the section without a right value, such as one with a misspelt key. A problem that depends
+            on one of them is left out: the mistake that is reported for the field may be its cause.
+    """
+
+    def __init__(self, uncertain: Collection[str] = ()):
+        self._uncertain = frozenset(uncertain)
+        self.lines: list[str] = []
+
+    def add(self, fields: Sequence[str], line: str) -> None:
+        """Add a problem that depends on these fields of the section."""
+        if self._uncertain.isdisjoint(fields):
+            self.lines.append(line)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from fctune.config.fields import join_key, list_fields
+from fctune.config.fields import SectionProblems, join_key, list_fields
 from fctune.config.yaml_text import parse_yaml
 
 # OWNER/NAME of the hub, also with :CONFIG:SPLIT or @REVISION, but no name of a data file.
@@ -105,7 +105,7 @@ def parse_dataclass(
     """Build an instance of ``cls`` from nested plain values, and check it.
 
     Values of the right type are checked against the constraints in the annotations of their fields, and sections by
-    their ``check(where, problems)`` method, if they have one; what it says about a wrong or misspelt key is left out.
+    their ``check(where, problems)`` method, if they have one; what it finds by a wrong or misspelt key is left out.
     Null selects a field's default. A mapping is merged over the field's default mapping. For an unknown key,
     ``find_key`` may name the one that is meant; otherwise the nearest key of the section is suggested.
 
@@ -168,17 +168,19 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], context: _
 
 
 def _check_section(cls: type[Any], values: dict[str, Any], where: str, uncertain: set[str]) -> list[str]:
-    """Return the problems of a section's ``check`` that involve no uncertain field."""
-    found: list[str] = []
+    """Return the problems of a section's ``check`` that depend on no uncertain field."""
+    found = SectionProblems(uncertain)
     try:
         cls(**values).check(where, found)
     except TypeError:
         return []  # a required value is wrong, which has been reported
     except OSError as error:  # a path that the system cannot look up, such as one with a name of 300 characters
         key = next((name for name, value in values.items() if value and str(value) in str(error.filename)), "")
-        found.append(f"{join_key(where, key) if key else where}={shorten(str(error.filename))}: {error.strerror}")
-    pattern = re.compile("|".join(rf"\b{name}\b" for name in sorted(uncertain)) or r"\Z.")
-    return [problem for problem in found if not pattern.search(problem)]
+        found.add(
+            (key,) if key else (),
+            f"{join_key(where, key) if key else where}={shorten(str(error.filename))}: {error.strerror}",
+        )
+    return found.lines
 
 
 def _parse_union(arms: tuple[Any, ...], value: Any, where: str, problems: list[str], context: _Context) -> Any:

@@ -10,7 +10,7 @@ from fctune.config.schema import RunConfig
 
 _FEW_STEPS = 50  # fewer are too few for a schedule to warm up and decay
 _SMALL_EPOCH = 10  # steps
-_USUAL_STEPS = 100  # aimed at where a smaller batch is suggested
+USUAL_STEPS = 100  # aimed at where a smaller batch is suggested
 _LONG_RUN_S = 600.0  # a run that is lost without a checkpoint
 
 
@@ -59,7 +59,7 @@ def _count(length: RunLength, number: int, noun: str) -> str:
 
 def _more_steps(config: RunConfig, length: RunLength) -> str:
     size = config.global_batch_size
-    smaller = size // 4 if length.packs is None else length.packs * config.epochs // _USUAL_STEPS
+    smaller = size // 4 if length.packs is None else length.packs * config.epochs // USUAL_STEPS
     if 1 <= smaller < size:
         return f"lower global_batch_size ({size:,} packs) to {smaller:,} or so, or train on more rows"
     return "train on more rows, or for more epochs"

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fctune.config.components import CallbackSpecs, OptimizerSpec
-from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, MAY_CHANGE, SAME_CONTENT, Null, Range
+from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, MAY_CHANGE, SAME_CONTENT, Null, Range, SectionProblems
 from fctune.config.intervals import INTERVAL, STEPS_OR_SHARE, is_never
 from fctune.config.recipes import find_recipe
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig
 from fctune.config.sections.evaluation import VALIDATION_CASES, EvalConfig, ValidationConfig
+from fctune.config.sections.gate import GateConfig
 from fctune.config.sections.grpo import GRPOConfig
 from fctune.config.sections.model import ModelConfig
 from fctune.config.sections.parallel import ActivationCheckpointingConfig, ParallelConfig
@@ -70,15 +71,16 @@ class CheckpointConfig:
     save_timeout_s: Annotated[float | None, Range(gt=0), Null("derived from the size and from earlier saves")] = None
     """Seconds after which a save or an export that has not finished ends the run, as on a disk that hangs."""
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check that checkpoints can be multiples of the steps to keep."""
         if self.keep_every_n_steps is None:
             return
         values = (self.every, self.elastic_every)
         if any(isinstance(value, str) and not value.isdigit() for value in values):
-            problems.append(
+            problems.add(
+                ("keep_every_n_steps", "every", "elastic_every"),
                 f"{where}.keep_every_n_steps={self.keep_every_n_steps}: needs intervals in steps, or no checkpoint is "
-                f"of such a step; set {where}.every and {where}.elastic_every to numbers of steps"
+                f"of such a step; set {where}.every and {where}.elastic_every to numbers of steps",
             )
 
 
@@ -149,6 +151,8 @@ class RunConfig:
     """Validation loss."""
     eval: Annotated[EvalConfig, MAY_CHANGE] = field(default_factory=EvalConfig)
     """Tool-call accuracy during training."""
+    gate: Annotated[GateConfig | None, Null("`fctune gate` uses the section's defaults"), MAY_CHANGE] = None
+    """Comparison of base and result before the release."""
     log_every_n_steps: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 10
     """Steps between lines on the console; `metrics.jsonl` has every step."""
     telemetry: Annotated[TelemetryConfig | None, Null("files and console only"), MAY_CHANGE] = None
@@ -166,54 +170,62 @@ class RunConfig:
     and the other keys are its arguments, such as `{_component_: my_package.WeightNorms, every: 100}`. Every rank makes
     them and calls their hooks, after those of the run. They need `--allow-component my_package`."""
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check what involves several sections, and the output directory."""
         if self.adapter is not None and self.precision in ("bf16_mixed", "float8", "float8_mixed"):
-            problems.append(
+            problems.add(
+                ("precision", "adapter"),
                 f"precision={self.precision}: is for training all weights; with adapters use bf16, which keeps them in "
-                "float32, and adapter.base for the storage of the frozen base"
+                "float32, and adapter.base for the storage of the frozen base",
             )
         if self.precision in ("float8", "float8_mixed") and self.data.seq_len % 16:
-            problems.append(
+            problems.add(
+                ("data", "precision"),
                 f"data.seq_len={self.data.seq_len}: float8 products need a multiple of 16 tokens, and "
-                f"precision={self.precision}; use {self.data.seq_len // 16 * 16 or 16}"
+                f"precision={self.precision}; use {self.data.seq_len // 16 * 16 or 16}",
             )
         if self.parallel.expert > 1:
             key = f"parallel.expert={self.parallel.expert}"
             if self.compile:
-                problems.append(f"{key}: blocks that exchange tokens are not compiled; set compile=false")
+                problems.add(
+                    ("parallel", "compile"), f"{key}: blocks that exchange tokens are not compiled; set compile=false"
+                )
             if not is_never(self.eval.every):
-                problems.append(
+                problems.add(
+                    ("parallel", "eval"),
                     f"{key}: ranks generate at their own pace while training, and cannot exchange tokens then; set "
-                    "eval.every=0"
+                    "eval.every=0",
                 )
         self._check_preference(problems)
         self._check_grpo(problems)
         is_held_out = self.eval.cases == VALIDATION_CASES
         if not is_never(self.eval.every) and is_held_out and self.data.validation_share == 0:
-            problems.append(
+            problems.add(
+                ("eval", "data"),
                 f"eval.cases={VALIDATION_CASES}: data.validation_share=0 holds out no rows; specify a JSONL file of "
-                "cases, or set data.validation_share=0.02"
+                "cases, or set data.validation_share=0.02",
             )
         if self.global_batch_tokens is not None and self.global_batch_size != DEFAULT_BATCH_SIZE:
-            problems.append(
+            problems.add(
+                ("global_batch_tokens", "global_batch_size"),
                 f"global_batch_tokens={self.global_batch_tokens}: global_batch_size={self.global_batch_size} is set "
-                "too; keep one (~global_batch_size on the command line drops the other)"
+                "too; keep one (~global_batch_size on the command line drops the other)",
             )
         output = Path(self.output_dir)
         if os.path.exists(output) and not os.path.isdir(output):
-            problems.append(f"output_dir={output}: is a file; choose a directory")
+            problems.add(("output_dir",), f"output_dir={output}: is a file; choose a directory")
 
-    def _check_preference(self, problems: list[str]) -> None:
+    def _check_preference(self, problems: SectionProblems) -> None:
         """Check that preference training has pairs, an adapter and cases of its own."""
         if self.preference is None:
             if self.data.pairs:
-                problems.append(
-                    "data.pairs=true: rows are preference pairs, but preference is missing; add preference: {}"
+                problems.add(
+                    ("data", "preference"),
+                    "data.pairs=true: rows are preference pairs, but preference is missing; add preference: {}",
                 )
             return
         if not self.data.pairs:
-            problems.append("preference: trains on preference pairs; set data.pairs=true")
+            problems.add(("preference", "data"), "preference: trains on preference pairs; set data.pairs=true")
         if self.adapter is None:
             remedy = "add e.g. adapter: {rank: 16, alpha: 32}"
             reason = (
@@ -221,45 +233,62 @@ class RunConfig:
                 if self.preference.needs_reference
                 else ("preference training is for adapters")
             )
-            problems.append(f"preference: {reason}, but adapter is missing; {remedy}")
+            problems.add(("preference", "adapter"), f"preference: {reason}, but adapter is missing; {remedy}")
         if not is_never(self.eval.every) and self.eval.cases == VALIDATION_CASES:
-            problems.append(
+            problems.add(
+                ("eval", "preference"),
                 f"eval.cases={VALIDATION_CASES}: pairs have no expected calls; specify a JSONL file of cases, or set "
-                "eval.every=0"
+                "eval.every=0",
             )
 
-    def _check_grpo(self, problems: list[str]) -> None:
+    def _check_grpo(self, problems: SectionProblems) -> None:
         """Check that reinforcement learning has an adapter without dropout, cases of its own and room for answers."""
         if self.grpo is None:
             if not self.data.sources:
-                problems.append("data.sources=[]: empty; write e.g. [{path: train.jsonl}]")
+                problems.add(("data", "grpo"), "data.sources=[]: empty; write e.g. [{path: train.jsonl}]")
             return
         if self.preference is not None:
-            problems.append("grpo: a run learns from verdicts or from preference pairs; remove grpo or preference")
-        if self.data.sources:
-            problems.append(
-                f"data.sources: a run with grpo learns from its own answers to {self.grpo.cases}; remove it"
+            problems.add(
+                ("grpo", "preference"),
+                "grpo: a run learns from verdicts or from preference pairs; remove grpo or preference",
             )
+        if self.data.sources:
+            problems.add(
+                ("data", "grpo"),
+                f"data.sources: a run with grpo learns from its own answers to {self.grpo.cases}; remove it",
+            )
+        for key in ("augment", "replay"):
+            if getattr(self.data, key) is not None:
+                problems.add(
+                    ("data", "grpo"), f"data.{key}: is for training rows, and a run with grpo has none; remove it"
+                )
         if self.adapter is None:
-            problems.append("grpo: trains adapters, but adapter is missing; add e.g. adapter: {rank: 16, alpha: 32}")
+            problems.add(
+                ("grpo", "adapter"),
+                "grpo: trains adapters, but adapter is missing; add e.g. adapter: {rank: 16, alpha: 32}",
+            )
         elif self.adapter.dropout:
-            problems.append(
+            problems.add(
+                ("adapter", "grpo"),
                 f"adapter.dropout={self.adapter.dropout:g}: answers are generated without dropout, so their "
-                "log-probabilities would be another model's; set adapter.dropout=0"
+                "log-probabilities would be another model's; set adapter.dropout=0",
             )
         if self.grpo.max_new_tokens >= self.data.seq_len:
-            problems.append(
+            problems.add(
+                ("grpo", "data"),
                 f"grpo.max_new_tokens={self.grpo.max_new_tokens}: prompt and answer must fit in data.seq_len="
-                f"{self.data.seq_len}; lower the former or raise the latter"
+                f"{self.data.seq_len}; lower the former or raise the latter",
             )
         if self.global_batch_tokens is not None:
-            problems.append(
-                "global_batch_tokens: a step of grpo has all answers of its batch; set grpo.prompts_per_step instead"
+            problems.add(
+                ("global_batch_tokens", "grpo"),
+                "global_batch_tokens: a step of grpo has all answers of its batch; set grpo.prompts_per_step instead",
             )
         if not is_never(self.eval.every) and self.eval.cases == VALIDATION_CASES:
-            problems.append(
+            problems.add(
+                ("eval", "grpo"),
                 f"eval.cases={VALIDATION_CASES}: a run with grpo holds out no rows; specify a JSONL file of cases, or "
-                "set eval.every=0"
+                "set eval.every=0",
             )
 
     @property

@@ -14,7 +14,7 @@ from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.parsing import suggest_hub_name
 from fctune.data.bounded_process import LimitError, prepare_processes
 from fctune.data.chosen_template import ChosenTemplate
-from fctune.data.completeness import CompletenessCheck
+from fctune.data.completeness import CompletenessCheck, UnprintedError
 from fctune.data.control_tokens import ControlTokens
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.conversation_encoder import ConversationEncoder, Encoded, make_limit_error
@@ -38,7 +38,7 @@ class ChatTemplate:
     are the ids of the tokens with which the template ends an assistant turn, and those of generation_config.json.
     ``template_args`` are the switches given to the template for every conversation, such as ``enable_thinking``; a
     conversation's own are merged over them.
-    ``reasoning`` is what the template does with reasoning.
+    ``reasoning`` is what the template does with reasoning. ``is_chosen`` is False for the model's own template.
 
     Args:
         model_dir: Directory with the tokenizer.
@@ -61,6 +61,7 @@ class ChatTemplate:
         chat_template: ChosenTemplate | None = None,
     ):
         self.model_dir = Path(model_dir)
+        self.is_chosen = chat_template is not None
         # Those recorded in the directory belong to its own template.
         recorded = read_template_args(self.model_dir) if chat_template is None else {}
         self.template_args = merge_template_args(recorded, template_args)
@@ -124,9 +125,9 @@ class ChatTemplate:
         """Encode a conversation as ``ConversationEncoder.encode`` does."""
         return self.encoder.encode(conversation)
 
-    def encode_prompt(self, conversation: Conversation) -> list[int]:
+    def encode_prompt(self, conversation: Conversation, add_generation_prompt: bool = True) -> list[int]:
         """Encode a prompt as ``ConversationEncoder.encode_prompt`` does."""
-        return self.encoder.encode_prompt(conversation)
+        return self.encoder.encode_prompt(conversation, add_generation_prompt)
 
     def encode_continuation(self, conversation: Conversation, index: int) -> list[int]:
         """Return the ids between an answer and the next as ``ConversationEncoder.encode_continuation`` does."""
@@ -246,7 +247,7 @@ class ChatTemplate:
             try:
                 samples = self.encode(conversation)
             except DataError as error:
-                if "does not print call" in str(error):
+                if isinstance(error, UnprintedError) and error.first is not None and error.first.is_call:
                     raise DataError(self._describe_ignored_calls()) from None
                 raise DataError(f"{self._origin}: cannot be trained on: {error}.") from None
             supervised = [t for s in samples for t, weight in zip(s.tokens, s.weights, strict=True) if weight > 0]

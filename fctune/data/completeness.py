@@ -36,6 +36,19 @@ class Missing(NamedTuple):
     message: int
     call: int | None
 
+    @property
+    def is_call(self) -> bool:
+        """True for a call, False for content and reasoning."""
+        return self.call is not None and self.call != REASONING
+
+
+class UnprintedError(DataError):
+    """A chat template does not print some parts of a conversation, the first of which is ``first``."""
+
+    def __init__(self, reason: str, first: Missing | None = None):
+        super().__init__(reason)
+        self.first = first
+
 
 class CompletenessCheck:
     """Finds the parts of conversations that a chat template does not print."""

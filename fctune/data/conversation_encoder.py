@@ -146,13 +146,17 @@ class ConversationEncoder:
         return samples
 
     @_within_limits
-    def encode_prompt(self, conversation: Conversation) -> list[int]:
+    def encode_prompt(self, conversation: Conversation, add_generation_prompt: bool = True) -> list[int]:
         """Return the token ids of a conversation up to the start of the model's answer.
 
         Special tokens in its content are plain text unless ``special_tokens_in_content`` is keep.
+
+        Args:
+            conversation: Messages up to where the model is to act.
+            add_generation_prompt: Open the model's answer; without, the ids end with the last message.
         """
         prompt = self._hide_in_prompt(conversation)
-        text = self.template.render(prompt, add_generation_prompt=True)[0]
+        text = self.template.render(prompt, add_generation_prompt=add_generation_prompt)[0]
         return self._to_ids(text, prompt is not conversation)
 
     @_within_limits

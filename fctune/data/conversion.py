@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,18 +20,33 @@ from fctune.base.errors import DataError
 from fctune.base.files import open_atomically
 from fctune.base.json_reader import MAX_DEPTH, is_deeper_than
 from fctune.config.intervals import format_count
+from fctune.config.sections.data import Fold, RedactConfig
 from fctune.data.call_ids import find_answered
 from fctune.data.check.similarity import SimilarityIndex, WordHasher
 from fctune.data.check.warnings import iter_warnings
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.sources import NOTE_KINDS, Defect, ParsedRow, RowReader, UnreadRow, scan_source
+from fctune.data.fold import with_run
+from fctune.data.redaction import SecretScreen
+from fctune.data.secrets import Finding, SecretCounts, warn
+from fctune.data.sources import (
+    DEFAULT_SELECTION,
+    LEFT_OUT_KINDS,
+    NOTE_KINDS,
+    Defect,
+    LeftOut,
+    ParsedRow,
+    RowReader,
+    Selection,
+    UnreadRow,
+    scan_source,
+)
 from fctune.data.sources.columns import Columns
 from fctune.data.sources.row_formats.registry import list_columns
 
 CHANGE_KINDS: dict[str, str] = {
     "arguments_rewritten": "calls whose arguments were an object, or are spelled differently",
     "call_ids_added": "calls that got an id",
-    "calls_from_text": "calls that were text, or in a column of their own",
+    "calls_from_text": "calls that were text, in a column of their own, or in the form of another API",
     "columns_dropped": "values in columns that rows of conversations do not have",
     "reasoning_moved": "messages whose reasoning was elsewhere than in reasoning_content",
     "result_ids_added": "results that got the id of their call",
@@ -56,6 +71,7 @@ class ConversionReport:
         row_formats: Rows written, by the format that they had.
         changes: Changes, by their kind in ``CHANGE_KINDS``.
         notes: Conversions made while reading, by their kind in ``NOTE_KINDS``.
+        left_out: Records and parts of logs that are no rows, by their kind in ``LEFT_OUT_KINDS``.
         columns: Rows that had a column which was dropped, by its name.
         num_skipped: Rows that cannot be converted.
         skipped: The first of them, with the reasons.
@@ -65,6 +81,8 @@ class ConversionReport:
         near_duplicates: Rows written although they nearly repeat an earlier one; counted with ``is_distinct`` only.
         warnings: Rows written, by each kind of warning that they have.
         num_warned: Rows written with a warning.
+        secrets: Secrets of the rows written.
+        is_redacted: Placeholders replace them.
     """
 
     rows: int = 0
@@ -73,6 +91,7 @@ class ConversionReport:
     row_formats: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
     columns: Counter[str] = field(default_factory=Counter)
     num_skipped: int = 0
     skipped: list[Defect] = field(default_factory=list)
@@ -82,13 +101,20 @@ class ConversionReport:
     near_duplicates: int = 0
     warnings: Counter[str] = field(default_factory=Counter)
     num_warned: int = 0
+    secrets: SecretCounts = field(default_factory=SecretCounts)
+    is_redacted: bool = False
 
     def describe(self, source: str, out: str | None) -> list[str]:
         """Return lines on what was read, changed and skipped; ``out`` is the file written, None if there is none."""
-        head = f"{source}: {format_count(self.rows, 'row')}, {self.converted:,} converted"
+        num_records = self.rows + self.left_out.total()
+        records = f"{format_count(num_records, 'record')}, " if self.left_out else ""
+        head = f"{source}: {records}{format_count(self.rows, 'row')}, {self.converted:,} converted"
         if self.converted:
             head += f" ({', '.join(f'{count:,} {name}' for name, count in self.row_formats.most_common())})"
         lines = [f"{head}, {self.unchanged:,} of them unchanged, {self.num_skipped:,} skipped"]
+        if self.left_out:
+            kinds = self.left_out.most_common()
+            lines += ["Left out", *(f"  {count:>9,}  {LEFT_OUT_KINDS[kind]}" for kind, count in kinds)]
         if self.num_dropped:
             lines.append(f"Dropped for their warnings: {format_count(self.num_dropped, 'row')} ({_list(self.dropped)})")
         if self.duplicates:
@@ -111,12 +137,16 @@ class ConversionReport:
             lines.append(
                 "  `fctune data check` shows them; --drop KIND,... leaves rows with these kinds of warnings out"
             )
+        if self.secrets.kinds:
+            lines.append(
+                self.secrets.describe(self.is_redacted) + ("" if self.is_redacted else "; --redact replaces them")
+            )
         lines.append("Nothing was written." if out is None else f"{format_count(self.converted, 'row')} in {out}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        names = ("row_formats", "changes", "notes", "columns", "dropped", "warnings")
+        names = ("row_formats", "changes", "notes", "left_out", "columns", "dropped", "warnings")
         counts = {name: dict(getattr(self, name)) for name in names}
         skipped = [
             {"file": d.file, "line": d.line, "pointer": d.pointer, "kind": d.kind, "reason": d.reason}
@@ -124,7 +154,8 @@ class ConversionReport:
         ]
         totals = {"rows": self.rows, "converted": self.converted, "unchanged": self.unchanged}
         totals |= {name: getattr(self, name) for name in ("num_dropped", "duplicates", "near_duplicates", "num_warned")}
-        return {**totals, **counts, "num_skipped": self.num_skipped, "skipped": skipped}
+        secrets = self.secrets.to_json() | {"redacted": self.is_redacted}
+        return {**totals, "secrets": secrets, **counts, "num_skipped": self.num_skipped, "skipped": skipped}
 
 
 def _list(kinds: Counter[str]) -> str:
@@ -142,6 +173,9 @@ def convert_source(
     columns: Columns | None = None,
     drop: Collection[str] = (),
     is_distinct: bool = False,
+    fold: Fold = "auto",
+    selection: Selection = DEFAULT_SELECTION,
+    redact: RedactConfig | None = None,
 ) -> ConversionReport:
     """Write the rows of a source as JSON lines in OpenAI's format, in order; ``out`` is replaced when all are written.
 
@@ -156,17 +190,20 @@ def convert_source(
         columns: The format's name for each column of another name, or ``ignore``.
         drop: Kinds of warnings whose rows are left out, keys of ``WARNING_KINDS``.
         is_distinct: Leave out rows that repeat an earlier one, and count those that nearly do.
+        fold: Leave out records that others continue: always, never, or in logs (auto).
+        selection: Which rows are read, and which of their turns are context.
+        redact: Replace secrets by placeholders; None counts them.
 
     Raises:
         DataError: The source cannot be read, or not to its end.
         RowsSkippedError: No row can be converted, or with ``is_strict`` one cannot.
     """
-    reader, chooser = RowReader(row_format, columns, tools), _Chooser(frozenset(drop), is_distinct)
-    report = ConversionReport()
+    reader = RowReader(row_format, columns, tools, selection=selection)
+    chooser = _Chooser(frozenset(drop), is_distinct)
+    screen, report = SecretScreen(redact), ConversionReport(is_redacted=redact is not None)
     with contextlib.closing(chooser), open_atomically(out) as file:
-        for row in islice(scan_source(path, row_format, columns), max_samples):
-            report.rows += 1
-            line = _convert(row, reader, report, tools, chooser)
+        for row in islice(scan_source(path, row_format, columns, fold, selection), max_samples):
+            line = _convert(row, reader, report, tools, chooser, screen)
             if line is not None:
                 file.write(line)
             if on_progress is not None and report.rows % _PROGRESS_ROWS == 0:
@@ -185,9 +222,9 @@ class _Chooser:
         self._seen: set[str] | None = set() if is_distinct else None
         self._index = SimilarityIndex(WordHasher()) if is_distinct else None
 
-    def keeps(self, parsed: ParsedRow, report: ConversionReport) -> bool:
-        """Return True if a row is to be written; adds to the report in place."""
-        kinds = {warning.kind for warning in iter_warnings(parsed)}
+    def keeps(self, parsed: ParsedRow, findings: Sequence[Finding], report: ConversionReport) -> bool:
+        """Return True if a row, with these secrets, is to be written; adds to the report in place."""
+        kinds = {warning.kind for warning in warn(findings, iter_warnings(parsed))}
         if unwanted := kinds & self.drop:
             report.num_dropped += 1
             report.dropped.update(unwanted)
@@ -198,7 +235,7 @@ class _Chooser:
                 report.duplicates += 1
                 return False
             self._seen.add(digest)
-            self._index.add(parsed.conversation, 0, report.rows)
+            self._index.add(parsed.conversation, 0, report.rows, parsed.digest())
         report.num_warned += bool(kinds)
         report.warnings.update(kinds)
         return True
@@ -224,25 +261,39 @@ class RowsSkippedError(DataError):
 
 
 def _convert(
-    row: UnreadRow, reader: RowReader, report: ConversionReport, tools: tuple[Tool, ...], chooser: _Chooser
+    row: UnreadRow,
+    reader: RowReader,
+    report: ConversionReport,
+    tools: tuple[Tool, ...],
+    chooser: _Chooser,
+    screen: SecretScreen,
 ) -> str | None:
     """Return the line of a converted row, with its end, or None if it is left out; adds to the report in place."""
+    report.left_out.update(row.left_out or {})
     parsed = reader.read(row)
+    if isinstance(parsed, LeftOut):
+        report.left_out[parsed.kind] += 1
+        return None
+    report.rows += 1
     if isinstance(parsed, ParsedRow):
         gets_tools = bool(tools) and parsed.conversation.tools is tools
+        parsed, redaction = screen.screen(with_run(parsed))
         converted = to_openai_row(parsed.conversation)
         if isinstance(parsed.raw.get("parallel_tool_calls"), bool):
             converted["parallel_tool_calls"] = parsed.raw["parallel_tool_calls"]
+        if parsed.provenance:
+            converted["metadata"] = parsed.provenance
         if is_deeper_than(converted, MAX_DEPTH):
             reason = f"nested deeper than {MAX_DEPTH} levels when its tools are in OpenAI's wrapper"
             parsed = Defect(row.file, row.line, parsed.tools_pointer, "too_deep", reason)
     if isinstance(parsed, Defect):
         report.num_skipped += 1
         if len(report.skipped) < MAX_SKIPPED:
-            report.skipped.append(parsed)
+            report.skipped.append(screen.scanner.hide(parsed, row.value))
         return None
-    if not chooser.keeps(parsed, report):
+    if not chooser.keeps(parsed, [] if report.is_redacted else redaction.findings, report):
         return None
+    report.secrets.count(redaction.findings, redaction.num_turns)
     line = json.dumps(converted, ensure_ascii=False)
     report.converted += 1
     report.row_formats[parsed.row_format] += 1
@@ -288,6 +339,8 @@ def _find_dropped_columns(parsed: ParsedRow) -> list[str]:
     """Return the columns of a row whose values are not in its conversation."""
     read = {*list_columns("openai" if parsed.row_format == "synthetic" else parsed.row_format)}
     read |= parsed.conversation.template_args.keys()
+    if parsed.provenance and parsed.raw["metadata"].keys() == parsed.provenance.keys():
+        read.add("metadata")
     return [name for name in parsed.raw if name not in read]
 
 

@@ -16,7 +16,7 @@ from fctune.config.intervals import format_count
 from fctune.config.run_length import RunLength
 from fctune.config.schema import RunConfig
 from fctune.data.chosen_template import read_chosen_template
-from fctune.data.fingerprint import FileDigests, fingerprint_inputs
+from fctune.data.fingerprint import FileDigests, describe_rows, drop_contents, fingerprint_inputs
 from fctune.data.loader import ROW_MULTIPLE, shuffled
 from fctune.data.prepared_set import PreparedSet, open_prepared, resolve_batch_size
 
@@ -121,13 +121,17 @@ def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSe
 def _has_same_settings(config: RunConfig, meta: Path) -> bool:
     try:
         inputs = json.loads(meta.read_text(encoding="utf-8"))["inputs"]
-        prepared = [{**source, "content": None} for source in inputs["sources"]]
+        prepared = drop_contents({key: inputs[key] for key in ("sources", "augment", "replay") if key in inputs})
+        if "redact" in inputs.get("secrets", {}):
+            prepared["secrets"] = {"redact": inputs["secrets"]["redact"]}
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    configured = [{**asdict(source), "content": None} for source in config.data.sources]
+    configured = json.loads(json.dumps(describe_rows(config.data, None)))
     data = asdict(config.data)
-    return prepared == configured and all(
-        data[name] == value for name, value in inputs.items() if name in data and name != "sources"
+    return bool(prepared == configured) and all(
+        data[name] == value
+        for name, value in inputs.items()
+        if name in data and name not in configured and name != "secrets"
     )
 
 

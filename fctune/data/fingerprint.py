@@ -13,13 +13,17 @@ from typing import Any
 
 from fctune.base.files import write_atomically
 from fctune.config.fields import KEEPS_PREPARED, list_fields
-from fctune.config.sections.data import DataConfig
+from fctune.config.intervals import parse_share
+from fctune.config.sections.data import AUGMENT_KINDS, DataConfig, SourceConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.sources.reader import list_files
 from fctune.data.template_args import TEMPLATE_ARGS_FILE
 
 # Part of every fingerprint: raise it when the meaning of the files or the encoding of rows changes.
 _VERSION = 5
+
+_ROW_KEYS = ("sources", "augment", "replay", "secrets", "redact")
+_SECRET_RULES = [str(Path(__file__).parent / name) for name in ("secrets.py", "redaction.py")]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", TEMPLATE_ARGS_FILE)
 
@@ -88,12 +92,45 @@ def fingerprint_inputs(
         "chat_template": None if chat_template is None else _digest_json(chat_template.source),
     }
     read = [field.name for field in list_fields(type(config)) if field.change is not KEEPS_PREPARED]
-    inputs |= {name: getattr(config, name) for name in read}
-    inputs["sources"] = [
-        {**asdict(source), "content": fingerprint_source(source.path, digests)} for source in config.sources
-    ]
+    inputs |= {name: getattr(config, name) for name in read if name not in _ROW_KEYS}
+    inputs |= describe_rows(config, digests)
+    if config.secrets != "ignore":
+        # With secrets=fail, the set is the same, and its counts end the run.
+        inputs["secrets"] = inputs.get("secrets", {}) | {"rules": _digest_files(_SECRET_RULES, digests)}
     text = json.dumps(inputs, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), inputs
+
+
+def describe_rows(config: DataConfig, digests: FileDigests | None) -> dict[str, Any]:
+    """Return the inputs that say which rows are trained on: ``sources``; ``augment``, ``replay``, ``secrets`` if set.
+
+    Args:
+        config: The data config.
+        digests: Digests of the sources' files; None leaves the contents out.
+    """
+
+    def describe_sources(sources: list[SourceConfig]) -> list[dict[str, Any]]:
+        contents = (None if digests is None else fingerprint_source(source.path, digests) for source in sources)
+        return [{**asdict(source), "content": content} for source, content in zip(sources, contents, strict=True)]
+
+    rows: dict[str, Any] = {"sources": describe_sources(config.sources)}
+    if config.augment is not None:
+        code = None if digests is None else _digest_folder("augment", digests)  # rows change with the wordings
+        kinds = dict.fromkeys(AUGMENT_KINDS, 0.0) | config.augment.shares()
+        rows["augment"] = {**asdict(config.augment), **kinds, "content": code}
+    if config.replay is not None:
+        share = parse_share(config.replay.share)
+        rows["replay"] = {"sources": describe_sources(config.replay.sources), "share": share}
+    if config.secrets == "redact":
+        rows["secrets"] = {"redact": {**asdict(config.redact), "kinds": sorted(set(config.redact.kinds))}}
+    return rows
+
+
+def drop_contents(rows: Any) -> Any:
+    """Return what ``describe_rows`` returned without the contents, to compare the settings alone."""
+    if isinstance(rows, dict):
+        return {key: None if key == "content" else drop_contents(value) for key, value in rows.items()}
+    return [drop_contents(item) for item in rows] if isinstance(rows, list) else rows
 
 
 def fingerprint_source(path: str, digests: FileDigests) -> str:
@@ -105,12 +142,18 @@ def fingerprint_source(path: str, digests: FileDigests) -> str:
     if path.startswith("hf:"):
         return path
     if path.startswith("synthetic:"):
-        folder = Path(__file__).parent / "synthetic"
-        files = sorted(str(file) for pattern in ("*.py", "*.yaml") for file in folder.glob(pattern))
-    else:
-        files = list_files(path)
-    names_and_contents = [[Path(file).name, digests.digest(file)] for file in files]
-    return _digest_json(names_and_contents)
+        return _digest_folder("synthetic", digests)
+    return _digest_files(list_files(path), digests)
+
+
+def _digest_folder(name: str, digests: FileDigests) -> str:
+    """Return a digest of a package of this directory, which makes rows."""
+    folder = Path(__file__).parent / name
+    return _digest_files(sorted(str(file) for pattern in ("*.py", "*.yaml") for file in folder.glob(pattern)), digests)
+
+
+def _digest_files(files: list[str], digests: FileDigests) -> str:
+    return _digest_json([[Path(file).name, digests.digest(file)] for file in files])
 
 
 def _digest_json(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fctune.data.encoding import Counts
+from fctune.data.chunk_encoder import Counts
 from fctune.data.packing import pack_best_fit
 from fctune.data.prepared_set import PreparedSet
 

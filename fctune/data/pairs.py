@@ -3,6 +3,10 @@
 A row has ``prompt``, ``chosen`` and ``rejected``, lists of messages in OpenAI's format, and ``tools``. TRL reads the
 same rows. Without ``prompt``, the answers are the last messages of two conversations that are otherwise equal. Answers
 that an engine has written can be given as ``chosen_token_ids`` and ``rejected_token_ids``, which are used as they are.
+
+Also read are OpenAI's rows (``input``, ``preferred_output``, ``non_preferred_output``), those of nvidia/When2Call
+(``messages``, ``chosen_response``, ``rejected_response``) and ms-swift's (``messages`` that end in the chosen answer,
+and ``rejected_response`` or ``rejected_messages``).
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ import hashlib
 import json
 import re
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fctune.base.errors import DataError
 from fctune.data.conversation import Conversation, Message
@@ -23,6 +28,7 @@ from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.reader import decode_row
 from fctune.data.sources.row_builder import ParsedRow
+from fctune.data.sources.row_formats.exchange import peek
 from fctune.data.sources.row_formats.registry import read_row
 
 # Pass this to ``scan_source``: no format of conversations would be detected in a pair.
@@ -30,6 +36,19 @@ PAIRS_FORMAT = "openai"
 
 _PLACEHOLDER = {"role": "assistant", "content": "answer"}
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
+_TOOL_CALLS = re.compile(r"\s*<TOOLCALL>(.*)</TOOLCALL>\s*", re.DOTALL)  # of When2Call
+
+
+class _Names(NamedTuple):
+    """Where a row has its prompt and its answers."""
+
+    prompt: str = "prompt"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+
+_OPENAI = _Names("input.messages", "preferred_output", "non_preferred_output")
+_WHEN2CALL = _Names("messages", "chosen_response", "rejected_response")
 
 
 class PairError(DataError):
@@ -103,35 +122,38 @@ class PairReader:
         if not isinstance(row, dict):
             raise RowError("", "pair_shape", f"expected an object, got {describe_value(row)}")
         row = map_columns(row, self._columns)
-        row = _split_prompt(row) if "prompt" not in row else row
+        row, names = _name_parts(row)
         messages = row["prompt"]
         if not isinstance(messages, list) or not messages:
-            raise RowError("prompt", "pair_shape", f"expected a list of messages, got {describe_value(messages)}")
-        parsed = self._read_messages(row, messages, [_PLACEHOLDER], "prompt", source)
+            raise RowError(names.prompt, "pair_shape", f"expected a list of messages, got {describe_value(messages)}")
+        parsed = self._read_messages(row, names, messages, [_PLACEHOLDER], "prompt", source)
         prompt = replace(parsed.conversation, messages=parsed.conversation.messages[:-1])
         if prompt.messages and prompt.messages[-1].role == "assistant":
-            raise RowError("prompt", "pair_shape", "ends with an assistant's message; the answers follow the prompt")
-        chosen, rejected = (self._read_answer(row, prompt, key, source) for key in ("chosen", "rejected"))
+            reason = "ends with an assistant's message; the answers follow the prompt"
+            raise RowError(names.prompt, "pair_shape", reason)
+        chosen, rejected = (self._read_answer(row, names, prompt, key, source) for key in ("chosen", "rejected"))
         if chosen == rejected:
-            raise RowError("rejected", "pair_equal", "is the same answer as chosen, so there is nothing to prefer")
+            reason = f"is the same answer as {names.chosen}, so there is nothing to prefer"
+            raise RowError(names.rejected, "pair_equal", reason)
         return Pair(prompt, chosen, rejected, parsed.benchmark)
 
-    def _read_answer(self, row: dict[str, Any], prompt: Conversation, key: str, source: str) -> Answer:
+    def _read_answer(self, row: dict[str, Any], names: _Names, prompt: Conversation, key: str, source: str) -> Answer:
         token_ids = _read_token_ids(row.get(f"{key}_token_ids"), f"{key}_token_ids")
         if token_ids is not None:
             return Answer((), token_ids)
         messages = row.get(key)
         if not isinstance(messages, list) or not messages:
             reason = f"expected a list of messages (or {key}_token_ids), got {describe_value(messages)}"
-            raise RowError(key, "pair_shape", reason)
-        both = self._read_messages(row, row["prompt"], messages, key, source).conversation
+            raise RowError(getattr(names, key), "pair_shape", reason)
+        both = self._read_messages(row, names, row["prompt"], messages, key, source).conversation
         answer = both.messages[len(prompt.messages) :]
         if not answer or answer[0].role != "assistant":
-            raise RowError(f"{key}[0]", "pair_shape", "an answer starts with an assistant's message")
+            reason = "an answer starts with an assistant's message"
+            raise RowError(f"{getattr(names, key)}[0]", "pair_shape", reason)
         return Answer(answer)
 
     def _read_messages(
-        self, row: dict[str, Any], prompt: list[Any], answer: list[Any], key: str, source: str
+        self, row: dict[str, Any], names: _Names, prompt: list[Any], answer: list[Any], key: str, source: str
     ) -> ParsedRow:
         """Read the prompt with an answer as one conversation; errors name the part of the row that they are in."""
         joined = {name: value for name, value in row.items() if name not in ("prompt", "chosen", "rejected")}
@@ -142,7 +164,8 @@ class PairReader:
             if found is None:
                 raise
             index = int(found[1])
-            where = f"prompt[{index}]" if index < len(prompt) else f"{key}[{index - len(prompt)}]"
+            in_answer = index >= len(prompt)
+            where = f"{getattr(names, key)}[{index - len(prompt)}]" if in_answer else f"{names.prompt}[{index}]"
             raise RowError(where + error.pointer[found.end() :], error.kind, error.reason) from None
 
 
@@ -200,6 +223,52 @@ def _encode_answer(prompt: Conversation, answer: Answer, name: str, encoder: Con
 def _count_prompt(sample: Encoded) -> int:
     """Return the number of tokens before the first supervised one."""
     return next(index for index, weight in enumerate(sample.weight_array) if weight > 0)
+
+
+def _name_parts(row: dict[str, Any]) -> tuple[dict[str, Any], _Names]:
+    """Return a row with its parts under ``prompt``, ``chosen`` and ``rejected``, and the names that it has for them."""
+    if "preferred_output" in row:
+        given = row.get("input")
+        if not isinstance(given, dict):
+            raise RowError("input", "pair_shape", f"expected an object with messages, got {describe_value(given)}")
+        others = {key: value for key, value in given.items() if key != "messages"}
+        if both := sorted(name for name in others if row.get(name) is not None):
+            raise RowError(both[0], "pair_shape", "is in the row and in its input; keep one of the two")
+        parts = (given.get("messages"), row["preferred_output"], row.get("non_preferred_output"))
+        return _rename(row | others, ("input", *_OPENAI[1:]), parts), _OPENAI
+    if "chosen_response" in row and "messages" in row:
+        answers = [_read_response(row.get(key)) for key in _WHEN2CALL[1:]]
+        return _rename(row, _WHEN2CALL, (row["messages"], *answers)), _WHEN2CALL
+    messages = row.get("messages")
+    if isinstance(messages, list) and messages and row.get("rejected_response"):
+        parts = (messages[:-1], messages[-1:], _read_response(row["rejected_response"]))
+        names = _Names("messages", "messages", "rejected_response")
+        return _rename(row, ("messages", "rejected_response"), parts), names
+    if messages and row.get("rejected_messages"):
+        renamed = _rename(row, ("messages", "rejected_messages"), (None, messages, row["rejected_messages"]))
+        return _split_prompt(renamed), _Names("messages", "messages", "rejected_messages")
+    return (_split_prompt(row) if "prompt" not in row else row), _Names()
+
+
+def _rename(row: dict[str, Any], names: Iterable[str], parts: tuple[Any, ...]) -> dict[str, Any]:
+    """Return a row whose parts replace the columns that they are from."""
+    kept = {key: value for key, value in row.items() if key not in names}
+    if clash := next((name for name in _Names() if kept.get(name)), None):
+        raise RowError(clash, "pair_shape", "a second pair in the row, beside that in other columns; keep one")
+    return kept | dict(zip(_Names(), parts, strict=True))
+
+
+def _read_response(value: Any) -> Any:
+    """Return an answer that is a text or a single message as a list of messages, with When2Call's calls as calls."""
+    if isinstance(value, str):
+        value = {"role": "assistant", "content": value}
+    if not isinstance(value, dict):
+        return value
+    content = value.get("content")
+    tagged = _TOOL_CALLS.fullmatch(content) if isinstance(content, str) else None
+    calls = peek(tagged[1]) if tagged else None
+    # A call that is not JSON stays text, which the reader of messages refuses.
+    return [{**value, "content": None, "tool_calls": calls}] if isinstance(calls, list) else [value]
 
 
 def _split_prompt(row: dict[str, Any]) -> dict[str, Any]:

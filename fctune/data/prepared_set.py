@@ -24,10 +24,13 @@ from fctune.base.files import mark_in_use, staged_directory
 from fctune.config.intervals import format_count, format_share, parse_share
 from fctune.config.schema import RunConfig
 from fctune.config.sections.data import DataConfig
+from fctune.data.augment.augmenter import AugmentCounts, KindCounts
 from fctune.data.chosen_template import ChosenTemplate
-from fctune.data.encoding import Counts, SourceRows, encode_sources
+from fctune.data.chunk_encoder import Counts, SourceRows, list_sources
+from fctune.data.encoding import encode_sources
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.packing import pack_best_fit
+from fctune.data.secrets import SecretCounts
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -45,7 +48,10 @@ class PreparedSet:
     ``tokens`` and ``codes`` are flat over samples; sample i is ``offsets[i]:offsets[i + 1]``. ``codes`` index
     ``weights``, the distinct loss weights (code 0 is 0.0: not supervised). ``digests`` are those of the samples'
     conversations. ``packs[split]`` are the samples of all packs, flat, and the offsets of the packs. In a set of
-    preference pairs, samples 2i and 2i + 1 are the chosen and the rejected answer of pair i, which share a pack.
+    preference pairs, samples 2i and 2i + 1 are the chosen and the rejected answer of pair i, which share a pack. In a
+    set with augmented or replayed rows, ``kinds`` are the bits of each sample (``chunk_encoder.KIND_BITS``), and the
+    digest of a changed or added row is that of the row that it was made of; ``augmented`` has the counts of each kind.
+    ``secrets`` are the places with secrets, by kind.
     """
 
     path: Path
@@ -62,16 +68,30 @@ class PreparedSet:
     digests: NDArray[np.uint64]
     packs: dict[Split, tuple[NDArray[np.int64], NDArray[np.int64]]] = field(repr=False)
     sources: tuple[SourceRows, ...] = ()
+    kinds: NDArray[np.uint16] | None = None
+    augmented: AugmentCounts = field(default_factory=dict)
+    secrets: SecretCounts = field(default_factory=SecretCounts)
 
     def describe(self) -> dict[str, Any]:
         """Return the set's path, fingerprint and inputs for a run's record, and its rows of benchmarks, if any.
 
-        ``skipped`` lists the sources with rows that were skipped as invalid.
+        ``skipped`` lists the sources with rows that were skipped as invalid; ``augmented`` has the counts of each kind
+        of augmentation, ``replayed`` the number of replayed conversations, and ``secrets`` the places with secrets by
+        kind, and if placeholders replace them.
         """
         described: dict[str, Any] = {"path": str(self.path), "fingerprint": self.fingerprint, "inputs": self.inputs}
         described |= {"benchmark_rows": self.counts.benchmark} if self.counts.benchmark else {}
         skipped = [asdict(source) | {"invalid": source.invalid} for source in self.sources if source.kinds]
-        return described | ({"skipped": skipped} if skipped else {})
+        described |= {"skipped": skipped} if skipped else {}
+        described |= {"replayed": self.counts.replayed} if self.counts.replayed else {}
+        if self.secrets.kinds:
+            described["secrets"] = self.secrets.to_json() | {"redacted": self.is_redacted}
+        return described | ({"augmented": _dump_augmented(self.augmented)} if self.augmented else {})
+
+    @property
+    def is_redacted(self) -> bool:
+        """True if placeholders replace the secrets that were found."""
+        return "redact" in self.inputs.get("secrets", {})
 
     def num_packs(self, split: Split) -> int:
         """Return the number of packs of a split; unpacked, a pack is one conversation."""
@@ -133,6 +153,11 @@ def prepare(
     os.utime(path)  # last use, for `fctune clean`
     prepared = open_prepared(path)
     _check_invalid_share(prepared.sources, config.max_invalid_share)
+    if config.secrets == "fail" and prepared.secrets.kinds:
+        raise DataError(
+            f"{', '.join(source.path for source in config.sources)}: {prepared.secrets.describe(False)}. `fctune data "
+            "check` lists the places. Remove them, or set data.secrets=redact, which replaces them by placeholders."
+        )
     return prepared
 
 
@@ -170,6 +195,7 @@ def open_prepared(path: Path) -> PreparedSet:
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         arrays = {name: _map(path / f"{name}.bin", dtype, meta["sizes"][name]) for name, dtype in _ARRAYS.items()}
+        kinds = _map(path / "kinds.bin", np.uint16, meta["sizes"]["kinds"]) if "kinds" in meta["sizes"] else None
         packs = {
             split: tuple(
                 _map(path / f"{split}_{n}.bin", np.int64, meta["sizes"][f"{split}_{n}"]) for n in ("packs", "ends")
@@ -191,6 +217,9 @@ def open_prepared(path: Path) -> PreparedSet:
         weights=np.asarray(meta["weights"], dtype=np.float32),
         packs=packs,  # type: ignore[arg-type]
         sources=tuple(SourceRows(**source) for source in meta.get("sources", ())),
+        secrets=SecretCounts.from_json(meta.get("secrets", {})),
+        augmented={kind: KindCounts.from_json(counts) for kind, counts in meta.get("augmented", {}).items()},
+        kinds=kinds,
         **arrays,
     )
 
@@ -244,6 +273,8 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
         share = f"data.validation_share={prepared.inputs['validation_share']}"
         none = f"no conversation held out for validation ({share} of so few); validation loss is not measured"
         lines.append(f"{num_held_out:,} held out for validation ({share})" if num_held_out else none)
+    if counts.folded or counts.left_out:
+        lines.append(_describe_records(counts))
     for count, what in (
         (counts.overlong, f"dropped, longer than {prepared.seq_len:,} tokens"),
         (counts.cut, f"cut to {prepared.seq_len:,} tokens"),
@@ -252,15 +283,45 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
     ):
         if count:
             lines.append(f"{format_count(count, 'conversation')} {what}")
+    if prepared.augmented:
+        made = f"{format_count(counts.changed, 'conversation')} changed and {counts.added:,} added by data.augment"
+        shares = prepared.inputs["augment"]
+        lines += [f"{made}:", *(f"  {c.describe(kind, shares[kind])}" for kind, c in prepared.augmented.items())]
+    if counts.replayed:
+        share = f"{format_share(prepared.inputs['replay']['share'])} of the training conversations"
+        lines.append(f"{format_count(counts.replayed, 'conversation')} of data.replay, {share}")
+    if prepared.secrets.kinds:
+        hint = (
+            "" if prepared.is_redacted else "; `fctune data check` lists the places, data.secrets=redact replaces them"
+        )
+        lines.append(
+            ("" if prepared.is_redacted else "warning: ") + prepared.secrets.describe(prepared.is_redacted) + hint
+        )
     for source in prepared.sources:
         if source.kinds:
             lines += [f"{describe_skipped(source)}:", *(f"  {line}" for line in source.describe_kinds())]
     return lines
 
 
-def is_validation(digests: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
+def _describe_records(counts: Counts) -> str:
+    """Describe how many records and parts of logs the rows are from, and why the others are none."""
+    parts = [
+        f"{counts.folded:,} the beginning of others, which hold them too (data.sources.fold)" if counts.folded else "",
+        f"{counts.left_out:,} failed, not selected (data.sources.where) or of no conversation"
+        if counts.left_out
+        else "",
+    ]
+    num_records = format_count(counts.rows + counts.folded + counts.left_out, "record")
+    return f"{num_records} read: {', '.join([format_count(counts.rows, 'row'), *filter(None, parts)])}"
+
+
+def _dump_augmented(augmented: AugmentCounts) -> dict[str, Any]:
+    return {kind: counts.to_json() for kind, counts in augmented.items()}
+
+
+def is_validation(splits: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
     """Return a mask of the conversations in the validation split, chosen by hash so that equal rows share a split."""
-    is_held_out: NDArray[np.bool_] = digests >> np.uint64(32) < share * 2**32
+    is_held_out: NDArray[np.bool_] = splits >> np.uint64(32) < share * 2**32
     return is_held_out
 
 
@@ -274,9 +335,11 @@ def _write(
     chat_template: ChosenTemplate | None,
 ) -> None:
     counts = Counts()
-    sources = [SourceRows(source.path) for source in config.sources]
+    sources = [SourceRows(source.path) for source in list_sources(config)]
+    augmented: AugmentCounts = {}
+    secrets = SecretCounts()
     weights = np.zeros(1, dtype=np.float32)  # the distinct loss weights; the first is 0.0
-    lengths, digests = array("q"), array("Q")
+    lengths, digests, splits, kinds, num_replayed = array("q"), array("Q"), array("Q"), array("H"), 0
     members: dict[Split, array[int]] = {"train": array("q"), "validation": array("q")}
     with open(path / "tokens.bin", "wb") as tokens_file, open(path / "codes.bin", "wb") as codes_file:
         switches = inputs["template_args"]
@@ -286,26 +349,34 @@ def _write(
             weights, codes = _code(part.weights, weights)
             codes_file.write(codes.data)
             numbers = np.arange(len(lengths), len(lengths) + len(part.lengths))
-            is_held_out = is_validation(part.digests, config.validation_share)
+            is_held_out = is_validation(part.splits, config.validation_share)
             size = 2 if config.pairs else 1  # samples that stay together
             repeats = (part.repeats * ~is_held_out)[::size]
             members["train"].frombytes(np.repeat(numbers.reshape(-1, size), repeats, axis=0).tobytes())
             members["validation"].frombytes(numbers[is_held_out].tobytes())
             lengths.frombytes(part.lengths.tobytes())
             digests.frombytes(part.digests.tobytes())
+            splits.frombytes(part.splits.tobytes())
+            kinds.frombytes(part.kinds.tobytes())
+            num_replayed += len(part.lengths) if part.source >= len(config.sources) else 0
+            for kind, count in part.augmented.items():
+                augmented.setdefault(kind, KindCounts()).add(count)
+            secrets.add(part.secrets)
             if on_progress is not None:
                 on_progress(counts)
         for file in (tokens_file, codes_file):
             file.flush()
             os.fsync(file.fileno())
     if config.validation_share and not members["validation"]:
-        _hold_out_one(members, np.asarray(digests, dtype=np.uint64))
+        _hold_out_one(members, np.asarray(splits, dtype=np.uint64), len(splits) - num_replayed)
     if not members["train"]:
         raise DataError(_explain_no_rows(counts, config))
     arrays: dict[str, NDArray[Any]] = {
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
         "digests": np.asarray(digests, dtype=np.uint64),
     }
+    if any(kinds):
+        arrays["kinds"] = np.asarray(kinds, dtype=np.uint16)
     sizes = dict.fromkeys(("tokens", "codes"), int(arrays["offsets"][-1]))
     for split, indices in members.items():
         flat, ends = _pack(np.asarray(indices, dtype=np.int64), np.asarray(lengths), config)
@@ -318,17 +389,22 @@ def _write(
         "inputs": inputs,
         "counts": asdict(counts),
         "sources": [asdict(source) for source in sources],
+        "augmented": _dump_augmented(augmented),
+        "secrets": secrets.to_json(),
         "weights": [float(weight) for weight in weights],
         "sizes": sizes,
     }
     (path / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
-def _hold_out_one(members: dict[Split, array[int]], digests: NDArray[np.uint64]) -> None:
-    """Move the conversation of the smallest digest to the validation split, in place, if there are 20 or more."""
-    if len(np.unique(digests)) < _MIN_TO_HOLD_OUT:
+def _hold_out_one(members: dict[Split, array[int]], splits: NDArray[np.uint64], num_own: int) -> None:
+    """Move the conversation of the smallest digest to the validation split, in place, if there are 20 or more.
+
+    The rows that were made of it move, too. Only the first ``num_own`` samples, which are not replayed, are considered.
+    """
+    if len(np.unique(splits[:num_own])) < _MIN_TO_HOLD_OUT:
         return
-    is_held_out = digests == digests.min()
+    is_held_out = splits == splits[:num_own].min()
     members["validation"].extend(int(index) for index in np.flatnonzero(is_held_out))
     members["train"][:] = array("q", (index for index in members["train"] if not is_held_out[index]))
 
@@ -363,6 +439,7 @@ def _explain_no_rows(counts: Counts, config: DataConfig) -> str:
         f"{count:,} {what}"
         for count, what in (
             (counts.invalid, "invalid"),
+            (counts.left_out, "failed, not selected (data.sources.where) or of no conversation"),
             (counts.overlong, f"longer than data.seq_len={config.seq_len}"),
             (counts.unsupervised, f"without supervised tokens under data.train_on={config.train_on}"),
             (counts.conversations, f"in the validation split (data.validation_share={config.validation_share})"),

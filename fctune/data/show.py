@@ -11,10 +11,12 @@ from rich.text import Text
 
 from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
+from fctune.config.sections.data import AugmentConfig
+from fctune.data.augment.augmented_file import open_augmenter
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
-from fctune.data.conversation import Conversation
-from fctune.data.sources import Defect, has_reasoning_rows, read_source
+from fctune.data.conversation import Conversation, Message
+from fctune.data.sources import Defect, ParsedRow, has_reasoning_rows, parse_source
 from fctune.data.sources.columns import Columns
 from fctune.data.supervision import SupervisionConfig
 
@@ -31,6 +33,7 @@ def show_row(
     chat_template: ChosenTemplate | None = None,
     has_colour: bool = True,
     columns: Columns | None = None,
+    augment: AugmentConfig | None = None,
 ) -> Iterator[Text]:
     """Yield the row's source and token counts, then its text with supervised tokens in green or in brackets.
 
@@ -44,38 +47,68 @@ def show_row(
         chat_template: Template in place of the model's own, if any.
         has_colour: The output shows colours; without, brackets surround each run of supervised tokens.
         columns: The format's name for each column of another name, or ``ignore``.
+        augment: Show all forms that this augmentation makes of the row; None shows the row.
 
     Raises:
         DataError: The row does not exist, has a defect, or is rejected by the template.
     """
-    conversation = _read_row(path, row, row_format, columns)
+    parsed = _read_row(path, row, row_format, columns)
     template = ChatTemplate(model_dir, supervision, template_args, chat_template)
     template.resolve_thinking(lambda: has_reasoning_rows([(path, row_format)], columns=columns))
-    yield from _render(conversation, template, has_colour)
+    for conversation, label in _iter_forms(parsed, path, row_format, columns, augment):
+        yield from [label] if label is not None else []
+        yield from _render(conversation, template, has_colour) if conversation is not None else []
 
 
-def show_conversation(path: str, row: int, row_format: str = "auto", columns: Columns | None = None) -> Iterator[Text]:
+def show_conversation(
+    path: str, row: int, row_format: str = "auto", columns: Columns | None = None, augment: AugmentConfig | None = None
+) -> Iterator[Text]:
     """Yield the row's source, its tools and its messages; arguments as for ``show_row``."""
-    conversation = _read_row(path, row, row_format, columns)
-    yield Text(conversation.source, style="bold")
-    if conversation.tools:
-        yield Text(f"tools: {', '.join(tool.name for tool in conversation.tools)}")
-    for message in conversation.messages:
-        text = Text(style="bold")
-        if message.reasoning:
-            text.append("reasoning:").append(f" {message.reasoning}\n", style="not bold italic dim")
-        text.append(f"{message.role}:")
-        if message.content:
-            text.append(f" {message.content}", style="not bold")
-        for call in message.calls:
-            text.append(f"\n  {call.name} {json.dumps(call.arguments, ensure_ascii=False)}", style="not bold green")
-        yield text
+    parsed = _read_row(path, row, row_format, columns)
+    for conversation, label in _iter_forms(parsed, path, row_format, columns, augment):
+        yield from [label] if label is not None else []
+        if conversation is None:
+            continue
+        yield Text(conversation.source, style="bold")
+        if conversation.tools:
+            yield Text(f"tools: {', '.join(tool.name for tool in conversation.tools)}")
+        yield from map(_show_message, conversation.messages)
 
 
-def _read_row(path: str, row: int, row_format: str, columns: Columns | None) -> Conversation:
+def _show_message(message: Message) -> Text:
+    text = Text(style="bold")
+    if message.reasoning:
+        text.append("reasoning:").append(f" {message.reasoning}\n", style="not bold italic dim")
+    text.append(f"{message.role}:")
+    if message.content:
+        text.append(f" {message.content}", style="not bold")
+    for call in message.calls:
+        text.append(f"\n  {call.name} {json.dumps(call.arguments, ensure_ascii=False)}", style="not bold green")
+    return text
+
+
+def _iter_forms(
+    parsed: ParsedRow, path: str, row_format: str, columns: Columns | None, augment: AugmentConfig | None
+) -> Iterator[tuple[Conversation | None, Text | None]]:
+    """Yield the row, or what augmentation makes of it, each with a line on how it was made; then why not more."""
+    mark = parsed.mark
+    if augment is None:
+        made = None if mark is None else f"{', '.join(mark['kinds'])} of {mark.get('from', 'another row')}"
+        yield parsed.conversation, None if made is None else Text(f"augmented: {made}", style="yellow")
+        return
+    augmenter = open_augmenter(path, augment, row_format, columns)
+    for form in augmenter.expand(parsed, path):
+        how = "added" if form.is_added else "changed"
+        yield form.conversation, Text(f"{how}: {', '.join(form.kinds)}" if form.kinds else "as it is", style="yellow")
+    for kind, counts in augmenter.take_counts().items():
+        for reason in [*counts.unsuitable, *counts.left_out]:
+            yield None, Text(f"no {kind}: {reason}", style="yellow")
+
+
+def _read_row(path: str, row: int, row_format: str, columns: Columns | None) -> ParsedRow:
     if row < 1:
         raise DataError(f"--row {row}: rows are numbered from 1.")
-    item = next(itertools.islice(read_source(path, row_format, row, columns), row - 1, row), None)
+    item = next(itertools.islice(parse_source(path, row_format, columns), row - 1, row), None)
     if item is None:
         raise DataError(f"{path}: fewer than {format_count(row, 'row')}. Pass a smaller --row.")
     if isinstance(item, Defect):

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fctune.base.errors import DataError
-from fctune.data.completeness import REASONING, CompletenessCheck, Missing, describe_missing, find_unescaped
+from fctune.data.completeness import (
+    REASONING,
+    CompletenessCheck,
+    Missing,
+    UnprintedError,
+    describe_missing,
+    find_unescaped,
+)
 from fctune.data.conversation import Conversation, Message
 from fctune.data.reasoning import ReasoningMode, ThinkingMode
 from fctune.data.tracing import Span, TracedTemplate
@@ -118,7 +125,7 @@ class SampleRenderer:
                 renderings = self._render_samples(conversation, turns)
                 missing = self._find_missing(conversation, renderings)
         if missing:
-            raise DataError(describe_missing(missing, conversation))
+            raise UnprintedError(describe_missing(missing, conversation), missing[0])
         for rendering in renderings:
             for index, turn in rendering.turns.items():
                 calls = conversation.messages[index].calls

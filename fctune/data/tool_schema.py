@@ -156,13 +156,30 @@ class ToolSet:
             check = self._checks[call.name] = schema.check
         return check(call.arguments)
 
+    def has(self, name: str) -> bool:
+        """Return True if there is a tool of this name."""
+        return name in self._tools
+
+    def has_unknown_argument(self, call: Call) -> bool:
+        """Return True if a call has an argument that its tool does not declare, at any depth."""
+        schema = self._find_schema(call.name)
+        findings = [] if schema is None else schema.find_errors(call.arguments)
+        return any(finding.kind == _KINDS["additionalProperties"] for finding in findings)
+
+    def find_schema_problem(self, name: str) -> str | None:
+        """Return why the schema of a tool can judge no call; None if it can, or if there is no such tool."""
+        schema = self._find_schema(name)
+        if schema is None or schema.problem is None:
+            return None
+        return f"{name}: its schema is unusable ({schema.problem.reason})"
+
     def find_errors(self, call: Call) -> tuple[str, ...]:
         """Return what is wrong with a call, one line each; empty if it is valid."""
         schema = self._find_schema(call.name)
         if schema is None:
             return (f"{call.name[:80]}: no such tool",)
-        if schema.problem is not None:
-            return (f"{call.name}: its schema is unusable ({schema.problem.reason})",)
+        if (problem := self.find_schema_problem(call.name)) is not None:
+            return (problem,)
         findings = schema.find_errors(call.arguments)
         return tuple(f"{finding.path.removeprefix('.') or call.name}: {finding.reason}" for finding in findings)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fctune.calls.reasoning.base import Reasoning
-from fctune.data.conversation import Conversation
+from fctune.data.conversation import Conversation, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Prompt:
         sample: Number of the answer among those to equal conversations, so that sampled ones differ.
         ids: Token ids to continue without rendering the conversation; None: the chat template renders it.
         seed: Seed of the sampled tokens; None: the engine derives it from its own seed, conversation and sample.
+        schema: JSON Schema that a server holds the answer to where it can; others, and engines in process, ignore it.
+        choices: Answers to choose from: nothing is generated, and the answer is the most likely of them.
     """
 
     conversation: Conversation
@@ -31,6 +33,28 @@ class Prompt:
     sample: int = 0
     ids: tuple[int, ...] | None = None
     seed: int | None = None
+    schema: Mapping[str, Any] | None = None
+    choices: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceScore:
+    """How likely a model is to give one of the answers that it chooses from.
+
+    Attributes:
+        logprob: Sum of the log-probabilities of its tokens, in nats.
+        num_tokens: Number of its tokens.
+        num_characters: Number of characters of its text, as the chat template writes it.
+    """
+
+    logprob: float
+    num_tokens: int
+    num_characters: int
+
+    @property
+    def per_character(self) -> float:
+        """The log-probability divided by the number of characters."""
+        return self.logprob / self.num_characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +88,9 @@ class Answer:
         tokens: The token ids and their log-probabilities, if the engine keeps them.
         version: Version of the policy that generated it; 0 if none was published.
         rejected: Kinds of the unusable answers that a server sent before it, or instead of it (``server_answers``).
+        num_prompt_tokens: Number of tokens of the prompt, if a server reports it.
+        is_refused: The server says that the model refused, or that a filter kept its answer back.
+        choices: The scores of the prompt's choices, in their order; text and calls are then those of the best.
     """
 
     index: int
@@ -77,6 +104,9 @@ class Answer:
     tokens: AnswerTokens | None = None
     version: int = 0
     rejected: tuple[str, ...] = ()
+    num_prompt_tokens: int | None = None
+    is_refused: bool = False
+    choices: tuple[ChoiceScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

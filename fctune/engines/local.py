@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fctune.base.errors import CheckpointError, ConfigError, DataError
+from fctune.base.errors import CheckpointError, ConfigError, DataError, one_line
 from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
+from fctune.engines.choices import find_span, to_answer, with_choice
 from fctune.engines.decoding import AnswerDecoder, find_stop_ids
-from fctune.engines.engine import Answer, AnswerTokens, Prompt, Sampling
+from fctune.engines.engine import Answer, AnswerTokens, ChoiceScore, Prompt, Sampling
 from fctune.engines.model_files import ModelFiles
 from fctune.models.hub import digest_model
 
@@ -105,8 +107,8 @@ class LocalEngine:
                 the model's positions. If that holds for some prompts only, their answers are errors.
         """
         assert self.model is not None, "nothing was published"
-        encoded, refused = self._encode(prompts)
-        if refused and not encoded:
+        encoded, choices, refused = self._encode(prompts)
+        if refused and not encoded and not choices:
             shown = "\n".join(
                 f"  {prompts[i].conversation.source}: {reason}" for i, reason in list(refused.items())[:_NUM_SHOWN]
             )
@@ -115,6 +117,8 @@ class LocalEngine:
             )
         for index, reason in refused.items():
             yield Answer(index, error=reason, version=self.version)
+        for index, sequences in choices.items():
+            yield self._choose(index, prompts[index], sequences)
         seeds = {i: self._seed(prompts[i]) for i in encoded}
         waiting = sorted(encoded, key=lambda i: -len(encoded[i]))
         while waiting:
@@ -161,16 +165,49 @@ class LocalEngine:
         answer = Answer(index, is_cut=is_cut, tokens=tokens, version=self.version)
         return self.decoder.decode(answer, has_tokens=self._keeps_tokens)
 
-    def _encode(self, prompts: Sequence[Prompt]) -> tuple[dict[int, list[int]], dict[int, str]]:
-        """Return the token ids of prompts by index, and the reasons why the others cannot be answered."""
+    def _choose(self, index: int, prompt: Prompt, sequences: list[list[int]]) -> Answer:
+        """Return the most likely choice of a prompt, given the token ids of the prompt with each choice."""
+        from fctune.models.transformers.likelihood import score_continuations
+
+        try:
+            start, num_after = find_span(sequences)
+            own = [ids[start : len(ids) - num_after] for ids in sequences]
+            logprobs = score_continuations(self.model, sequences[0][:start], own)
+        except DataError as error:
+            return Answer(index, error=str(error), version=self.version)
+        except torch.OutOfMemoryError as error:
+            reason = f"out of memory ({' '.join(str(error).split())[:160]})"
+            return Answer(index, error=reason, version=self.version)
+        scores = [
+            ChoiceScore(float(values.double().sum()), len(ids), len(self.template.decode(ids)))
+            for ids, values in zip(own, logprobs, strict=True)
+        ]
+        return replace(to_answer(index, prompt.choices, scores), version=self.version)
+
+    def _encode(
+        self, prompts: Sequence[Prompt]
+    ) -> tuple[dict[int, list[int]], dict[int, list[list[int]]], dict[int, str]]:
+        """Return the token ids of prompts by index, those with each choice, and why the others cannot be answered."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         encoded: dict[int, list[int]] = {}
+        choices: dict[int, list[list[int]]] = {}
         refused: dict[int, str] = {}
         for index, prompt in enumerate(prompts):
             if prompt.ids is not None:
                 encoded[index] = list(prompt.ids)
                 continue
             try:
+                if prompt.choices:
+                    choices[index] = [
+                        self.template.encode_prompt(with_choice(prompt.conversation, choice), False)
+                        for choice in prompt.choices
+                    ]
+                    if limit is not None and (longest := max(map(len, choices[index]))) > limit:
+                        del choices[index]
+                        refused[index] = (
+                            f"{longest:,} tokens with its longest choice exceed the model's {limit:,} positions"
+                        )
+                    continue
                 ids = self.template.encode_prompt(prompt.conversation)
             except DataError as error:
                 refused[index] = str(error)
@@ -182,7 +219,7 @@ class LocalEngine:
                 )
             else:
                 encoded[index] = ids
-        return encoded, refused
+        return encoded, choices, refused
 
     def continue_tokens(self, encoded: list[list[int]], seeds: list[int], max_new_tokens: int) -> list[AnswerTokens]:
         """Continue a batch of prompts; without its stop token, a continuation was cut off.
@@ -276,7 +313,7 @@ def _load_model(model_dir: Path, adapter_dir: Path | None) -> Any:
 
             model = PeftModel.from_pretrained(model, str(adapter_dir)).merge_and_unload()
     except Exception as error:  # broken files make the libraries raise all kinds
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error, 300)
         where = f"{model_dir} with {adapter_dir}" if adapter_dir else str(model_dir)
         raise CheckpointError(
             f"{where}: cannot be loaded ({type(error).__name__}: {reason}). Download or export it again."

@@ -1,4 +1,4 @@
-"""The tools of an MCP server, listed by the official client over streamable HTTP; none is ever called.
+"""The tools of an MCP server, listed and, where a user names them, called by the official client over streamable HTTP.
 
 A server is not trusted: all of its answers together have one deadline and one size, and a token goes to the origin that
 it was set for, encrypted or within this machine.
@@ -7,20 +7,25 @@ it was set for, encrypted or within this machine.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from fctune.base.errors import ConfigError
+from fctune.base.errors import ConfigError, one_line
+from fctune.base.network import is_loopback
+from fctune.data.conversation import Call, Tool
+from fctune.data.sources.tool_file import read_tool_files, read_tool_texts
 from fctune.engines.http_client import LOOPBACK, cut_secret, remove_pieces
 
 if TYPE_CHECKING:
     import httpx2
     from anyio import CancelScope
+
+T = TypeVar("T")
 
 _TOKEN = "FCTUNE_MCP_TOKEN"
 
@@ -32,6 +37,65 @@ class McpLimits:
     max_s: float = 30.0
     max_bytes: int = 16 * 1024**2
     max_pages: int = 100
+
+
+class ToolError(Exception):
+    """A tool of an MCP server gave no result; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class McpTool:
+    """Where a tool can be called: its server, the token for it, and True if the server declares it read-only."""
+
+    url: str
+    token: str | None
+    is_read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """Tools from files and MCP servers; ``remote`` has those of servers by name."""
+
+    tools: tuple[Tool, ...]
+    remote: Mapping[str, McpTool] = field(default_factory=dict)
+
+
+def read_offered_tools(given: Sequence[str], token_setting: str | None) -> OfferedTools:
+    """Return the tools of files and of MCP servers, in the order in which they are given.
+
+    Args:
+        given: Paths of files in any form that ``read_tool_files`` reads, and URLs of MCP servers.
+        token_setting: Value of FCTUNE_MCP_TOKEN.
+
+    Raises:
+        ConfigError: A file or server cannot be read or has no tools, or two tools have one name.
+    """
+    tools: list[Tool] = []
+    remote: dict[str, McpTool] = {}
+    servers = [name for name in given if name.startswith(("http://", "https://"))]
+    for name in given:
+        if name not in servers:
+            tools += read_tool_files([Path(name)])
+            continue
+        token = choose_mcp_token(token_setting, name, servers)
+        pages = fetch_mcp_tools(name, token)
+        listed = read_tool_texts(pages, [name] * len(pages))
+        read_only = _find_read_only(pages)
+        remote |= {tool.name: McpTool(name, token, tool.name in read_only) for tool in listed}
+        tools += listed
+    names = [tool.name for tool in tools]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"--tools: {', '.join(sorted(repeated))}: given twice; a model could not distinguish them.")
+    return OfferedTools(tuple(tools), remote)
+
+
+def _find_read_only(pages: Sequence[str]) -> frozenset[str]:
+    """Return the tools whose annotations say that they change nothing."""
+    listed = [tool for page in pages for tool in json.loads(page)["tools"]]
+    notes = {str(tool["name"]): tool.get("annotations") or {} for tool in listed}
+    return frozenset(
+        name for name, note in notes.items() if note.get("readOnlyHint") is True and not note.get("destructiveHint")
+    )
 
 
 def choose_mcp_token(setting: str | None, url: str, urls: Sequence[str]) -> str | None:
@@ -77,31 +141,69 @@ def fetch_mcp_tools(url: str, token: str | None = None, limits: McpLimits | None
         raise ConfigError(f"{shown}: holds a name or password. Remove it, and set {_TOKEN}.")
     if token and not (token.isascii() and token.isprintable()):
         raise ConfigError(f"{_TOKEN}: contains characters that a header cannot carry. Set it again.")
-    if token and parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
+    if token and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
         raise ConfigError(f"{url}: {_TOKEN} is set for it, and is never sent over plain http. Use https.")
+    budget = _Budget(limits or McpLimits())
+    pages, reason = _ask(url, token, budget, lambda client: _list_pages(client, budget))
+    if pages is not None:
+        return pages
+    raise ConfigError(
+        f"{url}: no usable list of tools from an MCP server ({reason}). Pass the address of its streamable HTTP "
+        "endpoint, which often ends in /mcp."
+    )
+
+
+def call_mcp_tool(tool: McpTool, call: Call, limits: McpLimits | None = None) -> str:
+    """Call a read-only tool, and return its result as text.
+
+    Args:
+        tool: Where the tool is.
+        call: Its name and arguments.
+        limits: Limits of all answers together; None: 30 s and 16 MiB.
+
+    Raises:
+        ToolError: The server cannot be used, exceeds a limit, or reports an error.
+    """
+    assert tool.is_read_only, "only tools that change nothing are called"
+
+    async def run(client: Any) -> str:
+        result = await client.call_tool(call.name, call.arguments)
+        texts = [part.text for part in result.content if getattr(part, "type", "") == "text"]
+        text = "\n".join(texts)
+        if not texts and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
+        if result.is_error or not text:
+            raise ToolError(f"{call.name}: {one_line(text, 200) or 'its result has no text'}")
+        return text
+
+    text, reason = _ask(tool.url, tool.token, _Budget(limits or McpLimits()), run)
+    if text is None:
+        raise ToolError(f"{tool.url}: {reason}")
+    return text
+
+
+def _ask(url: str, token: str | None, budget: _Budget, action: Callable[[Any], Awaitable[T]]) -> tuple[T | None, str]:
+    """Return what ``action`` returns with a connected client; without a result, None and the reason.
+
+    Raises:
+        ConfigError: The official client is not installed.
+    """
     try:
         import anyio
         import mcp  # noqa: F401 (its absence is reported here)
     except ImportError:
         raise ConfigError(f"{url}: tools of an MCP server need its client. pip install 'fctune[mcp]'.") from None
-    limits = limits or McpLimits()
-    budget = _Budget(limits)
+    result: T | None = None
     reason = ""
-    pages: list[str] | None = None
     try:
         with _muted(logging.getLogger("mcp")):
-            pages = anyio.run(_list_tools, url, token, budget)
+            result = anyio.run(_connect, url, token, budget, action)
     except Exception as error:  # whatever a hostile answer raises in the client or the libraries below it
         reason = _describe(error)
-    if budget.problem is None and pages is not None:
-        return pages
+    if budget.problem is None and result is not None:
+        return result, ""
     reason = budget.problem or (f"HTTP {budget.status}: {reason}" if budget.status else reason)
-    if token:
-        reason = remove_pieces(reason, cut_secret(token))
-    raise ConfigError(
-        f"{url}: no usable list of tools from an MCP server ({reason}). Pass the address of its streamable HTTP "
-        "endpoint, which often ends in /mcp."
-    )
+    return None, remove_pieces(reason, cut_secret(token)) if token else reason
 
 
 class _Budget:
@@ -145,13 +247,13 @@ def _count_bytes(stream: Any, budget: _Budget) -> httpx2.AsyncByteStream:
     return Counted()
 
 
-async def _list_tools(url: str, token: str | None, budget: _Budget) -> list[str]:
+async def _connect(url: str, token: str | None, budget: _Budget, action: Callable[[Any], Awaitable[T]]) -> T | None:
     import anyio
     import httpx2
     from mcp import Client
     from mcp.client.streamable_http import streamable_http_client
 
-    pages: list[str] = []
+    result: T | None = None
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
     with anyio.move_on_after(budget.limits.max_s) as scope:
         budget.scope = scope
@@ -164,17 +266,23 @@ async def _list_tools(url: str, token: str | None, budget: _Budget) -> list[str]
         ) as http:
             transport = streamable_http_client(url, http_client=http, max_sse_event_size=budget.limits.max_bytes)
             async with Client(transport, cache=None) as client:
-                cursor = None
-                for _ in range(budget.limits.max_pages):
-                    page = await client.list_tools(cursor=cursor)
-                    pages.append(json.dumps(page.model_dump(by_alias=True, mode="json", exclude_unset=True)))
-                    cursor = page.next_cursor
-                    if not cursor:
-                        break
-                else:
-                    budget.problem = f"over {budget.limits.max_pages} pages of tools"
+                result = await action(client)
     if scope.cancelled_caught:
         budget.problem = budget.problem or f"no complete answer within {budget.limits.max_s:g} s"
+    return result
+
+
+async def _list_pages(client: Any, budget: _Budget) -> list[str]:
+    """Return the pages of ``tools/list``."""
+    pages: list[str] = []
+    cursor = None
+    for _ in range(budget.limits.max_pages):
+        page = await client.list_tools(cursor=cursor)
+        pages.append(json.dumps(page.model_dump(by_alias=True, mode="json", exclude_unset=True)))
+        cursor = page.next_cursor
+        if not cursor:
+            return pages
+    budget.problem = f"over {budget.limits.max_pages} pages of tools"
     return pages
 
 
@@ -182,7 +290,7 @@ def _describe(error: BaseException) -> str:
     """Return the first cause of an error, on one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return one_line(error, 300) or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -210,10 +318,3 @@ def _split(url: str) -> SplitResult:
 def _origin(url: str) -> tuple[str, str, int]:
     parts = _split(url)
     return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

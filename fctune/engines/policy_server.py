@@ -439,7 +439,7 @@ class ServerAdapters:
         except RequestError as error:
             if error.status is None or error.status in _UNAVAILABLE:
                 return str(error)
-            if "already been loaded" in str(error):
+            if "already been loaded" in str(error):  # vLLM answers 400 to every refusal, without a code
                 return None
             raise ConfigError(f"{self._url}: {self._describe_refusal(published, error)}") from None
         return None
@@ -463,7 +463,7 @@ class ServerAdapters:
             self._client.post_text("/v1/unload_lora_adapter", {"lora_name": name})
 
     def _describe_refusal(self, published: PublishedAdapter, error: RequestError) -> str:
-        said, path = str(error), published.path
+        said, path = str(error), published.path  # the words of vLLM, which answers 400 to every refusal
         assert path is not None
         if "max_lora_rank" in said or ("greater than" in said and "rank" in said.lower()):
             rank = _read_rank(path)

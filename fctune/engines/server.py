@@ -11,24 +11,30 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from fctune.base.errors import ConfigError
+from fctune.base.errors import ConfigError, DataError
 from fctune.config.server_address import parse_base_url
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message, Tool
-from fctune.engines.engine import Answer, Prompt, Sampling
+from fctune.engines.choices import find_span, to_answer, with_choice
+from fctune.engines.engine import Answer, ChoiceScore, Prompt, Sampling
 from fctune.engines.http_client import HttpClient, RequestError, RetryPolicy
 from fctune.engines.server_answers import (
     Timing,
     TokenLimits,
     count_vocabulary,
     read_chat_answer,
+    read_chat_events,
     read_models,
+    read_prompt_logprobs,
+    read_text,
+    read_token_ids,
     time_events,
 )
 
 # Distance of the seeds of a prompt's samples: seeds that users choose are close to each other, and must not meet.
 _SEED_STEP = 1_000_003
-# vLLM: "maximum context length is", "maximum model length of"; llama.cpp: "exceeds the available context size".
+# Words, as servers have no code for it. vLLM: "maximum context length is", "maximum model length of";
+# llama.cpp: "exceeds the available context size".
 _CONTEXT = re.compile(r"context (?:length|size|window)|maximum model length|max_model_len", re.IGNORECASE)
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "Name of a city, as in Köln"}}}
 _PROBE = Conversation(
@@ -50,6 +56,7 @@ class ServerEngine:
         retry_policy: How long a request is tried.
         template_args: Switches of the chat template, sent with each request; those of a prompt are merged over them.
         keeps_tokens: Answers have their ``tokens``, which vLLM sends on request; one without them is an error.
+        is_streamed: Have answers sent in pieces, and put them together as clients do; not with ``keeps_tokens``.
 
     Attributes:
         vocab_size: Token ids of answers are below it; None if it is not known.
@@ -70,7 +77,9 @@ class ServerEngine:
         retry_policy: RetryPolicy | None = None,
         template_args: Mapping[str, Any] | None = None,
         keeps_tokens: bool = False,
+        is_streamed: bool = False,
     ):
+        assert not (keeps_tokens and is_streamed), "tokens are not read from streams"
         self.url = parse_base_url(url, "--model")
         if api_key and (not api_key.isascii() or not api_key.isprintable() or " " in api_key):
             # Not shown: part of it may be the key.
@@ -82,12 +91,15 @@ class ServerEngine:
         self._request = dict(request or {})
         self._template_args = dict(template_args or {})
         self._keeps_tokens = keeps_tokens
+        self._is_streamed = is_streamed
         self._client = HttpClient(self.url, api_key, retry_policy)
         # Consecutive requests without any answer after which the server is considered gone.
         self._give_up_after = max(8, 2 * concurrency)
         self._key_hint = "the server refuses the API key" if api_key else "the server requires an API key"
         self._accepts_ignore_eos = True
         self.vocab_size: int | None = None
+        self._root = self.url.removesuffix("/v1")
+        self._server_name = "the server"
         self.model = self._find_model(model)
 
     def describe(self) -> dict[str, Any]:
@@ -101,6 +113,7 @@ class ServerEngine:
             "temperature": sampling.temperature,
             "seed": sampling.seed,
             **switches,
+            **({"is_streamed": True} if self._is_streamed else {}),
         }
 
     def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
@@ -109,8 +122,11 @@ class ServerEngine:
         Once the server has stopped answering altogether, no further requests are sent; their answers are errors.
 
         Raises:
-            ConfigError: The server refuses every request: the key, the model's name or the path is wrong.
+            ConfigError: The server refuses every request: the key, the model's name or the path is wrong; or a prompt
+                has choices, and the server sends no log-probabilities of a prompt.
         """
+        if any(prompt.choices for prompt in prompts):
+            self._require_prompt_logprobs()
         pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="endpoint")
         self._client.start()
         num_answered = num_failed_in_a_row = 0
@@ -132,6 +148,37 @@ class ServerEngine:
         finally:
             self._client.stop()
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def request(self, prompt: Prompt) -> Answer:
+        """Return the answer to one prompt; any number of threads may call it at once, until ``stop``.
+
+        Raises:
+            RequestError: No usable answer after all attempts.
+            ConfigError: The server refuses every request, as in ``answer``.
+        """
+        start = time.perf_counter()
+        sent = self._body(prompt)
+        most = sent["max_tokens"] if isinstance(sent["max_tokens"], int) else None  # --request may replace it
+        limits = TokenLimits(most, self.vocab_size) if self._keeps_tokens else None
+        try:
+            if self._is_streamed:
+                sent |= {"stream": True, "stream_options": {"include_usage": True}}
+                answer = self._client.post_stream("/chat/completions", sent, lambda events: read_chat_events(events, 0))
+            else:
+                answer = self._client.post("/chat/completions", sent, lambda body: read_chat_answer(body, 0, limits))
+        except RequestError as error:
+            if prompt.schema is not None and error.status in (400, 422):
+                # A server without constrained decoding, or one that cannot compile this schema.
+                return self.request(replace(prompt, schema=None))
+            if error.is_fatal:
+                hint = f"{self._key_hint}; set FCTUNE_API_KEY" if error.status in (401, 403) else "see --served-model"
+                raise ConfigError(f"{self.url} with the model {self.model}: {error} ({hint}).") from None
+            raise
+        return replace(answer, seconds=round(time.perf_counter() - start, 4))
+
+    def stop(self) -> None:
+        """Start no further attempts of requests in flight, and fail those that wait for their next."""
+        self._client.stop()
 
     def time_answer(self, prompt: Conversation, max_new_tokens: int) -> Timing:
         """Time one streamed answer, generated up to the limit of tokens if the server supports ``ignore_eos``.
@@ -178,9 +225,11 @@ class ServerEngine:
             if error.status in (401, 403):
                 raise ConfigError(f"{self.url}: {self._key_hint} ({error}). Set FCTUNE_API_KEY.") from None
             listed = None
+        rows = read_models(listed)
+        self._server_name = next((str(row["owned_by"]) for row in rows if row.get("owned_by")), "the server")
         if model is not None:
             return model
-        names: list[str] = [row["id"] for row in read_models(listed)]
+        names: list[str] = [row["id"] for row in rows]
         if len(names) == 1:
             return names[0]
         unlisted = "the server lists none (for transformers serve, it is the directory that it was started with)"
@@ -189,18 +238,53 @@ class ServerEngine:
 
     def _request_answer(self, index: int, prompt: Prompt) -> tuple[Answer, bool]:
         """Return the answer to one prompt, and True if the server seems to be gone."""
-        start = time.perf_counter()
-        sent = self._body(prompt)
-        most = sent["max_tokens"] if isinstance(sent["max_tokens"], int) else None  # --request may replace it
-        limits = TokenLimits(most, self.vocab_size) if self._keeps_tokens else None
         try:
-            answer = self._client.post("/chat/completions", sent, lambda body: read_chat_answer(body, index, limits))
+            answer = self._choose(prompt) if prompt.choices else self.request(prompt)
+            return replace(answer, index=index), False
         except RequestError as error:
-            if error.is_fatal:
-                hint = f"{self._key_hint}; set FCTUNE_API_KEY" if error.status in (401, 403) else "see --served-model"
-                raise ConfigError(f"{self.url} with the model {self.model}: {error} ({hint}).") from None
             return Answer(index, error=f"{error}{_hint_at_context(error)}"), error.is_transient
-        return replace(answer, seconds=round(time.perf_counter() - start, 4)), False
+
+    def _choose(self, prompt: Prompt) -> Answer:
+        """Return the most likely choice of a prompt; see ``fctune.engines.choices``."""
+        start_s = time.perf_counter()
+        try:
+            sequences = [self._tokenize(with_choice(prompt.conversation, choice)) for choice in prompt.choices]
+            start, num_after = find_span(sequences)
+            scores = []
+            for ids in sequences:
+                logprobs = self._score_ids(ids)[start : len(ids) - num_after]
+                own = {"model": self.model, "tokens": ids[start : len(ids) - num_after]}
+                text = self._client.post(f"{self._root}/detokenize", own, read_text)
+                scores.append(ChoiceScore(sum(logprobs), len(logprobs), len(text)))
+        except DataError as error:
+            return Answer(0, error=str(error))
+        return replace(to_answer(0, prompt.choices, scores), seconds=round(time.perf_counter() - start_s, 4))
+
+    def _tokenize(self, conversation: Conversation) -> list[int]:
+        body = self._body(Prompt(conversation, 1))
+        kept = ("model", "messages", "tools", "chat_template_kwargs")
+        sent = {key: body[key] for key in kept if key in body} | {"add_generation_prompt": False}
+        return self._client.post(f"{self._root}/tokenize", sent, read_token_ids)
+
+    def _score_ids(self, ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token id; 0 for the first, which has none."""
+        body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        return self._client.post("/completions", body, lambda answer: read_prompt_logprobs(answer, ids))
+
+    def _require_prompt_logprobs(self) -> None:
+        """Score two tokens of a chat, which fails on a server without vLLM's API.
+
+        Raises:
+            ConfigError: The server sends no token ids of a conversation, or no log-probabilities of them.
+        """
+        try:
+            self._score_ids(self._tokenize(_PROBE)[:2])
+        except RequestError as error:
+            raise ConfigError(
+                f"{self.url}: {self._server_name} sends no log-probabilities of a prompt ({error}). Multiple-choice "
+                "questions need prompt_logprobs of /v1/completions, and /tokenize: serve the model with vLLM, or "
+                "evaluate its directory in process."
+            ) from None
 
     def _cancel(self, futures: Iterable[Future[Any]]) -> None:
         self._client.stop()
@@ -215,7 +299,7 @@ class ServerEngine:
             "messages": to_messages(conversation.messages),
             "max_tokens": prompt.max_new_tokens,
             "temperature": self.sampling.temperature,
-            "seed": self.sampling.seed + _SEED_STEP * prompt.sample,
+            "seed": self.sampling.seed + _SEED_STEP * prompt.sample if prompt.seed is None else prompt.seed,
         }
         if self._keeps_tokens:
             body |= {"return_token_ids": True, "logprobs": True}
@@ -223,6 +307,11 @@ class ServerEngine:
             body["tools"] = [tool.to_openai() for tool in conversation.tools]
         if switches := {**self._template_args, **conversation.template_args}:
             body["chat_template_kwargs"] = switches
+        if prompt.schema is not None:
+            body["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": prompt.schema},
+            }
         return {**body, **self._request}
 
 

@@ -107,7 +107,7 @@ def read_chat_answer(body: Any, index: int, limits: TokenLimits | None = None) -
         if isinstance(pairs, list):
             pairs = [token.get("logprob") if isinstance(token, dict) else None for token in pairs]
         tokens = _check_tokens(body.get("prompt_token_ids"), choice.get("token_ids"), pairs, limits)
-    num_tokens = usage.get("completion_tokens")
+    num_tokens, num_prompt_tokens = usage.get("completion_tokens"), usage.get("prompt_tokens")
     return Answer(
         index,
         content or "",
@@ -116,7 +116,51 @@ def read_chat_answer(body: Any, index: int, limits: TokenLimits | None = None) -
         reasoning=_read_reasoning(message, content or "", sent, usage),
         num_tokens=num_tokens if _is_count(num_tokens) else None,
         tokens=tokens,
+        num_prompt_tokens=num_prompt_tokens if _is_count(num_prompt_tokens) else None,
+        is_refused=bool(message.get("refusal")) or choice.get("finish_reason") == "content_filter",
     )
+
+
+def read_chat_events(events: Iterator[Any], index: int) -> Answer:
+    """Return the answer of a streamed chat completion, as a client puts its pieces together.
+
+    Raises:
+        UnusableAnswer: The stream broke off, or has events of another form.
+    """
+    texts: dict[str, str] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    usage, finish_reason, is_complete = None, None, False
+    for event in events:
+        if not isinstance(event, dict):
+            is_complete |= event is None
+            continue
+        usage = event.get("usage") or usage
+        choice = _read_choice(event) if event.get("choices") else {}
+        finish_reason = choice.get("finish_reason") or finish_reason
+        delta = choice.get("delta")
+        for key, piece in (delta if isinstance(delta, dict) else {}).items():
+            if key == "tool_calls":
+                _add_call_pieces(calls, piece)
+            elif isinstance(piece, str) and key != "role":
+                texts[key] = texts.get(key, "") + piece
+    # Not every server ends with [DONE].
+    if not is_complete and finish_reason is None:
+        raise UnusableAnswer("unfinished", "the stream ended before its [DONE]")
+    message = {**texts, "tool_calls": [calls[position] for position in sorted(calls)]}
+    return read_chat_answer({"choices": [{"message": message, "finish_reason": finish_reason}], "usage": usage}, index)
+
+
+def _add_call_pieces(calls: dict[int, dict[str, Any]], pieces: Any) -> None:
+    """Add the pieces of an event to the calls: each names its call by number, and the arguments come in parts."""
+    for piece in pieces if isinstance(pieces, list) else [pieces] if pieces else ():
+        function = piece.get("function") if isinstance(piece, dict) else None
+        position = piece.get("index") if isinstance(piece, dict) else None
+        if not _is_count(position) or not isinstance(function, dict | None):
+            raise UnusableAnswer("malformed", f"a streamed call is {_show(piece)}")
+        call = calls.setdefault(position, {"type": "function", "function": {"name": None, "arguments": ""}})["function"]
+        for key in ("name", "arguments"):
+            if isinstance(part := (function or {}).get(key), str):
+                call[key] = (call[key] or "") + part
 
 
 def read_models(body: Any) -> list[dict[str, Any]]:
@@ -136,6 +180,38 @@ def read_token_ids(body: Any) -> list[int]:
     if not isinstance(ids, list) or not all(map(_is_count, ids)):
         raise UnusableAnswer("malformed", f"no token ids in {_show(body)}")
     return ids
+
+
+def read_text(body: Any) -> str:
+    """Return the text of vLLM's ``/detokenize``.
+
+    Raises:
+        UnusableAnswer: There is none.
+    """
+    text = body.get("prompt") if isinstance(body, dict) else None
+    if not isinstance(text, str):
+        raise UnusableAnswer("malformed", f"no text in {_show(body)}")
+    return text
+
+
+def read_prompt_logprobs(body: Any, ids: Sequence[int]) -> list[float]:
+    """Return the log-probability of each token id of a prompt, in nats; 0 for the first, which has none.
+
+    Args:
+        body: vLLM's answer to a completion's request with ``prompt_logprobs``.
+        ids: Token ids that were sent.
+
+    Raises:
+        UnusableAnswer: They are missing, impossible, or belong to other tokens.
+    """
+    listed = _read_choice(body).get("prompt_logprobs")
+    if not isinstance(listed, list) or len(listed) != len(ids):
+        raise UnusableAnswer("malformed", f"no prompt_logprobs of {len(ids):,} token ids")
+    logprobs = [0.0]
+    for token, entry in zip(ids[1:], listed[1:], strict=True):
+        found = entry.get(str(token)) if isinstance(entry, dict) else None
+        logprobs.append(_check_logprob(found.get("logprob") if isinstance(found, dict) else None))
+    return logprobs
 
 
 def time_events(events: Iterator[Any], start: float) -> Timing:

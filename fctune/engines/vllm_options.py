@@ -9,8 +9,9 @@ from typing import Any
 
 from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.base import TemplateFormat
-from fctune.calls.formats.registry import FORMATS, detect_format
+from fctune.calls.formats.registry import FORMATS
 from fctune.calls.reasoning.registry import detect_reasoning
+from fctune.calls.response_template import find_call_format
 from fctune.calls.server_parsers import find_server_parsers, read_server_parsers
 from fctune.data.chat_template import ChatTemplate, MissingTemplateError
 from fctune.engines.model_files import ModelFiles, find_model
@@ -86,7 +87,7 @@ def _chat_options(folder: Path, template_args: Mapping[str, Any] | None) -> list
         template = ChatTemplate(folder, template_args=template_args)
         template.require_tokens()
         parsers = (read_server_parsers(folder, template) or find_server_parsers(template))["vllm"]
-        call_format = detect_format(template.source)
+        call_format = find_call_format(template)
     except MissingTemplateError:
         raise NoParserError(
             f"{folder}: its tokenizer has no chat template, so it is a base model.",

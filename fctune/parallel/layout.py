@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from fctune.base.errors import ConfigError
@@ -12,7 +13,9 @@ from fctune.config.sections.parallel import ParallelConfig
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import check_nf4_shards
 from fctune.models.loss import MAX_LOGITS
+from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint
+from fctune.parallel.memory import MemoryModel
 
 _MAX_SUGGESTED_SHARDS = 8192
 
@@ -59,6 +62,30 @@ class ParallelLayout:
             "hsdp": f"HSDP, {self.replicate} copies over {self.shard} ranks each",
         }
         return f"{shape[self.mode]} ({self.reason})"
+
+
+def choose_layout(config: RunConfig, model: CausalLM, hardware: Hardware, memory: MemoryModel) -> ParallelLayout:
+    """Return the layout of a run, with its checkpointed blocks and the logits computed at once.
+
+    The planner and the run itself choose by it.
+
+    Args:
+        config: Config of the run.
+        model: Model, which may be on the meta device.
+        hardware: Ranks of the run.
+        memory: Memory of the model and the config.
+
+    Raises:
+        ConfigError: A layout that does not divide the ranks, or that the model or the optimizer does not support.
+    """
+    world_size = hardware.world_size
+    estimate = partial(memory.required, world_size)
+    layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, estimate)
+    check_layout(config, model, layout.mode, layout.shard)
+    check_expert_parallelism(model, config.parallel.expert, world_size)
+    fraction = memory.choose_fraction(world_size, layout.shard)
+    max_logits = memory.choose_max_logits(world_size, layout.shard, fraction)
+    return replace(layout, fraction=fraction, max_logits=max_logits)
 
 
 def choose_parallel_layout(

@@ -6,19 +6,19 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fctune.base.errors import ConfigError
 from fctune.base.gpus import Gpu
+from fctune.config.fields import SectionProblems
 from fctune.config.schema import RunConfig
 from fctune.data.data_size import measure_data
 from fctune.data.prepared_set import resolve_batch_size
 from fctune.models.architecture import Architecture
 from fctune.models.planned_model import find_planned_tokens, shape_model
 from fctune.parallel.expert_parallel import check_expert_parallelism
-from fctune.parallel.layout import Hardware, check_layout, choose_parallel_layout
+from fctune.parallel.layout import Hardware, check_layout, choose_layout
 from fctune.parallel.memory import MemoryModel, Peak, Setting
 from fctune.parallel.speed import Flops, KernelTimes, StepTime, count_flops, estimate_kernel_times, estimate_step_time
 
@@ -86,18 +86,12 @@ class LayoutSearch:
 
     def configured(self) -> tuple[Setting, str]:
         """Return the setting that a run of this config chooses, and the reason for its layout."""
-        config, world_size = self.config, self.world_size
-        hardware = Hardware("cuda", world_size, self.gpus_per_node, self.gpu.memory_bytes)
+        config = self.config
+        hardware = Hardware("cuda", self.world_size, self.gpus_per_node, self.gpu.memory_bytes)
         # A run chooses its layout before it knows which share of its data is supervised.
-        memory = self.memory.with_supervised_share(1.0)
-        need = partial(memory.required, world_size)
-        layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, need)
-        check_layout(config, self.model, layout.mode, layout.shard)
-        check_expert_parallelism(self.model, config.parallel.expert, world_size)
-        fraction = memory.choose_fraction(world_size, layout.shard)
-        logits = memory.choose_max_logits(world_size, layout.shard, fraction)
-        size = config.micro_batch_size
-        setting = Setting(layout.mode, layout.replicate, layout.shard, fraction, size, max_logits=logits)
+        layout = choose_layout(config, self.model, hardware, self.memory.with_supervised_share(1.0))
+        shape = layout.mode, layout.replicate, layout.shard
+        setting = Setting(*shape, layout.fraction, config.micro_batch_size, max_logits=layout.max_logits)
         return self.memory.with_accumulation(setting), layout.reason
 
     def flops(self, setting: Setting) -> Flops:
@@ -160,7 +154,7 @@ class LayoutSearch:
 
     def _is_valid(self, setting: Setting) -> bool:
         """Return True if the config accepts the layout of a setting, and a run can start with it."""
-        config, problems = self.config, list[str]()
+        config, problems = self.config, SectionProblems()
         changed = list_overrides(config, setting)
         names = {key.removeprefix("parallel."): value for key, value in changed.items() if key.startswith("parallel.")}
         replace(config.parallel, **names).check("parallel", problems)
@@ -169,7 +163,7 @@ class LayoutSearch:
             check_expert_parallelism(self.model, config.parallel.expert, setting.world_size)
         except ConfigError:
             return False
-        return not problems
+        return not problems.lines
 
     def list_remedies(self, peaks: Sequence[Peak]) -> list[str]:
         """List changes that could help a run that fits in no layout; ``peaks`` are those of the layouts."""

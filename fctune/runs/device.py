@@ -94,8 +94,13 @@ def peak_tflops(device: torch.device) -> float | None:
 
 def lookup_peak_tflops(name: str) -> float | None:
     """Return the dense bf16 rate of a GPU by the name its driver reports; None if it is unknown or a MIG slice."""
-    kind = next((kind for pattern, kind in _KINDS if re.search(pattern, name) and not _SLICE.search(name)), None)
+    kind = find_gpu_kind(name)
     return None if kind is None else GPUS[kind].bf16_tflops
+
+
+def find_gpu_kind(name: str) -> str | None:
+    """Return the key of ``GPUS`` of a GPU by the name its driver reports; None if it is unknown or a MIG slice."""
+    return next((kind for pattern, kind in _KINDS if re.search(pattern, name) and not _SLICE.search(name)), None)
 
 
 def total_memory(device: torch.device, ranks_per_node: int) -> int:

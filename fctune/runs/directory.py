@@ -227,6 +227,7 @@ class RunDirectory(RunFiles):
         checkpoint: Path | None = None,
         is_crash: bool = False,
         is_consequence: bool = False,
+        is_out_of_memory: bool = False,
     ) -> None:
         """Write exit.json: why the run ended, since torchrun turns every exit code into 1.
 
@@ -240,6 +241,7 @@ class RunDirectory(RunFiles):
             is_crash: The run crashed on this rank. An existing exit.json is kept: the first crash is the cause, and
                 other ranks fail because of it.
             is_consequence: The crash was caused by another rank, whose own record replaces this one.
+            is_out_of_memory: Memory ran out, or the kernel killed a rank as it does then.
         """
         is_refused = not self.has_begun and self.run.exists()
         file = self.not_started if is_refused else self.exit
@@ -249,6 +251,8 @@ class RunDirectory(RunFiles):
         record: dict[str, Any] = {"code": code, "reason": reason, "step": step, "checkpoint": shown}
         if is_consequence:
             record["is_consequence"] = True
+        if is_crash:
+            record["is_out_of_memory"] = is_out_of_memory
         try:
             (self.path / _RESERVE).unlink(missing_ok=True)
             self._write(file, record)
@@ -287,6 +291,8 @@ class RunDirectory(RunFiles):
                 if "before" in ended:  # versions before not_started.json wrote a refused launch to exit.json
                     return segment | {key: ended["before"][key] for key in ("until", "exit")}
                 segment["exit"] = {"code": ended["code"], "reason": ended["reason"]}
+                if "is_out_of_memory" in ended:
+                    segment["exit"]["is_out_of_memory"] = ended["is_out_of_memory"]
             except (ValueError, KeyError, TypeError):  # informative only, so no reason to fail
                 segment["exit"] = {"code": None, "reason": "exit.json cannot be read"}
         return segment

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from fctune.base.errors import one_line
 from fctune.config.sections.telemetry import ProfileConfig
 
 logger = logging.getLogger("fctune")
@@ -116,5 +117,5 @@ class StepProfiler:
 
     def _give_up(self, error: Exception) -> None:
         self._config, self._profile = None, None
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         logger.warning("profile: %s: %s; training continues without it", type(error).__name__, reason)

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from fctune.base.errors import one_line
 from fctune.config.sections.success import SuccessConfig
 from fctune.runs.figures import FINAL_STEPS, describe_run, flatten_config
 from fctune.runs.record import RunRecord, find_files_of_run
@@ -37,6 +38,7 @@ _SCALING_KEYS = (
     "success",
     "checkpoint.",
 )
+# In the reason of a run before exit.json recorded it.
 _OUT_OF_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|MemoryError|ALLOC_FAILED", re.I)
 _MIN_QUARTER = 5  # steps whose mean is compared
 _DECREASE_TOLERANCE = 1.02  # noise between quarters of a loss that no longer falls
@@ -204,8 +206,9 @@ def _judge_memory(record: RunRecord) -> Criterion:
 
     exits = [segment.exit for segment in record.segments[:-1]] + [record.exit]
     for exit_ in exits:
-        reason = " ".join(str((exit_ or {}).get("reason", "")).split())
-        if _OUT_OF_MEMORY.search(reason):
+        found = exit_ or {}
+        reason = one_line(found.get("reason", ""))
+        if found.get("is_out_of_memory", _OUT_OF_MEMORY.search(reason) is not None):
             return criterion("FAIL", reason[:160])
     if exits[-1] is None:
         return criterion("not measured", "the run has not recorded how it ended")

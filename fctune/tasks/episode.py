@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from fctune.base.errors import DataError
-from fctune.calls.answers import read_text
+from fctune.calls.answers import ends_inside_call, read_text
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.chat_template import ChatTemplate
@@ -100,7 +100,7 @@ class Episode:
         messages: The conversation so far.
         steps: The answers with their results.
         transcript: What was said after the prompt, for display.
-        version: Oldest version of the policy that wrote a step.
+        version: Oldest version of the policy that wrote a step, or was asked in vain.
         is_cut: The limit of tokens ended an episode that is kept as token ids.
         is_over: Nothing more is asked.
         error: Why there is no verdict; None if there is one.
@@ -160,14 +160,20 @@ class Episode:
 
     def add_answer(self, answer: Answer, call_format: CallFormat | None, acts_on: Literal["strict", "lenient"]) -> Step:
         """Read an answer and append its step."""
-        self.rejected += answer.rejected
-        self.version = min(self.version, answer.version) if self.steps else answer.version
+        self.note_origin(answer)
         reading = read_answer(answer, call_format, self.state.tools)
         parsed = reading.strict if acts_on == "strict" else reading.lenient
         step = Step(answer, reading, parsed, () if parsed.malformed else tuple(map(self._with_id, parsed.calls)))
+        if call_format is not None and reading.strict.malformed and not answer.is_cut:
+            step.is_open = ends_inside_call(answer.text, call_format, reading, self.state.tools, answer.reasoning)
         self.steps.append(step)
         self.transcript.append(answer.text)
         return step
+
+    def note_origin(self, answer: Answer) -> None:
+        """Keep what an answer, usable or not, says about the policy and the server that it is from."""
+        self.rejected += answer.rejected
+        self.version = min(self.version, answer.version) if self.steps else answer.version
 
     def add_messages(self, step: Step, following: Sequence[Message]) -> None:
         """Append an answer and what followed it to the conversation."""
@@ -283,7 +289,8 @@ class EpisodeRunner:
     def _to_prompt(self, episode: Episode) -> Prompt:
         limits = self._limits
         if episode.tokens is None:
-            return Prompt(episode.conversation, limits.max_new_tokens, episode.task.sample)
+            choices = episode.state.choices
+            return Prompt(episode.conversation, limits.max_new_tokens, episode.task.sample, choices=choices)
         ids = episode.tokens.context
         room = min(limits.max_new_tokens, limits.max_tokens - len(ids))
         assert episode.seed is not None, "an episode that is kept as token ids has a seed"
@@ -334,7 +341,7 @@ class EpisodeRunner:
 
     def _take_error(self, episode: Episode, answer: Answer) -> None:
         assert answer.error is not None
-        episode.rejected += answer.rejected
+        episode.note_origin(answer)
         try:
             reason = episode.state.describe_error(answer.error)
         except EpisodeStopped as stopped:
@@ -364,7 +371,7 @@ def read_answer(answer: Answer, call_format: CallFormat | None, tools: Sequence[
         call_format: The call format of its text; None: the server has parsed the calls.
         tools: The tools on offer.
     """
-    if call_format is not None:
+    if call_format is not None and not answer.choices:
         return read_text(answer.text, call_format, tools, answer.reasoning)
     prose = answer.reasoning.blank(answer.text) if answer.reasoning else answer.text
     return read_tool_calls(answer.tool_calls or (), prose.strip())

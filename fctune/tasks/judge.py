@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fctune.calls.formats.base import CallFormat, Malformed, Parsed
 from fctune.calls.judge import Judgement, judge_error
 from fctune.calls.tool_calls import Reading
 from fctune.data.conversation import Call
-from fctune.engines.engine import Answer
+from fctune.engines.engine import Answer, ChoiceScore
+from fctune.tasks.answer_defects import find_defects
 from fctune.tasks.benchmarks import find_verdict
 from fctune.tasks.episode import Episode
-from fctune.tasks.task import AnyCase, Case, MultiTurnCase, MultiTurnState, Step
+from fctune.tasks.task import AnswerCase, AnyCase, Case, MultiTurnCase, MultiTurnState, Step
 
 Row = dict[str, Any]
 
 
 def judge_reading(case: Case, reading: Reading) -> tuple[Judgement, Judgement]:
-    """Judge a single-turn answer in its strict and in its lenient reading; an answer must not end the evaluation."""
+    """Judge the calls of a single-turn answer in both readings; an answer must not end the evaluation."""
     try:  # as in judge_or_report, without its function for each answer: files hold millions of them
         strict = case.judge(reading.strict, reading.decoded if reading.strict.malformed else None)
     except Exception as error:
@@ -31,6 +32,17 @@ def judge_reading(case: Case, reading: Reading) -> tuple[Judgement, Judgement]:
     if reading.lenient is reading.strict:
         return strict, strict
     return strict, judge_or_report(case, lambda: case.judge(reading.lenient))
+
+
+def judge_answer_case(
+    case: AnswerCase, content: str, scores: Sequence[ChoiceScore] = ()
+) -> tuple[Judgement, Judgement]:
+    """Judge what a model answered in both readings; see ``AnswerCase.judge_answer``."""
+    try:
+        return case.judge_answer(content, scores)
+    except Exception as error:  # an answer may hold anything, and checkers that are not ours may raise anything
+        failure = judge_error(case.judge_failure(""), error)
+        return failure, failure
 
 
 def judge_turns(
@@ -89,8 +101,8 @@ class JudgedEpisode:
 
         The row of a multi-turn case also has ``turns``: the steps of each turn, each with its ``answer``, both readings
         and the results of its calls. Its ``calls`` and ``malformed`` are those of all steps, its ``messages`` the
-        complete conversation. ``stopped`` is the reason that it was ended early; such a row is final, while one with an
-        ``error`` is retried by the next run.
+        complete conversation. ``defects`` are those of ``DEFECTS`` that the answers have. ``stopped`` is the reason
+        that it was ended early; such a row is final, while one with an ``error`` is retried by the next run.
         """
         case, episode = self.case, self.episode
         steps = episode.steps
@@ -111,6 +123,7 @@ class JudgedEpisode:
             "answer": self.answer.text,
             **(_to_reasoning_fields(self.answer) if is_single else {}),
             "is_cut": any(step.answer.is_cut for step in steps),
+            "defects": find_defects(steps, episode.state.tools),
             "seconds": round(sum(seconds), 4) if seconds else None,
             **to_plain(*(step.reading.strict for step in steps)),
             "lenient": {
@@ -124,6 +137,8 @@ class JudgedEpisode:
         }
         if is_single:
             row |= _to_call_fields(self.answer)
+            if isinstance(case, AnswerCase):
+                row |= _to_answer_fields(self.answer)
         else:
             row["turns"] = [[_to_step_row(step) for step in turn] for turn in _judged_turns(episode)]
             if episode.stopped is not None:
@@ -140,7 +155,10 @@ def judge_episode(episode: Episode) -> JudgedEpisode:
     if episode.error is not None:
         failure = case.judge_failure(episode.error)
         return JudgedEpisode(case, episode, failure, failure)
-    if isinstance(case, Case):
+    if isinstance(case, AnswerCase):
+        answer = episode.steps[0].answer
+        strict, lenient = judge_answer_case(case, _find_content(answer), answer.choices)
+    elif isinstance(case, Case):
         strict, lenient = judge_reading(case, episode.steps[0].reading)
     else:
         turns = [[step.reading for step in turn] for turn in _judged_turns(episode)]
@@ -171,6 +189,9 @@ def judge_row(case: AnyCase, row: Row) -> tuple[Judgement, Judgement]:
         failure = case.judge_failure(row["error"])
         return failure, failure
     try:
+        if isinstance(case, AnswerCase):
+            scores = [ChoiceScore(**score) for score in row.get("choices", ())]
+            return judge_answer_case(case, row["answer"] if "content" not in row else row["content"], scores)
         if isinstance(case, Case):
             return judge_reading(case, _read_plain(row))
         turns = [[_read_plain(step) for step in turn] for turn in row["turns"]]
@@ -233,6 +254,17 @@ def _to_step_row(step: Step) -> Row:
     }
 
 
+def _find_content(answer: Answer) -> str:
+    """Return the text of an answer without its reasoning."""
+    return answer.text if answer.reasoning is None else answer.reasoning.blank(answer.text).strip()
+
+
+def _to_answer_fields(answer: Answer) -> Row:
+    """Return what an ``AnswerCase`` is judged by, as far as the row does not hold it: text and scores of choices."""
+    row: Row = {"choices": [asdict(score) for score in answer.choices]} if answer.choices else {}
+    return row if answer.reasoning is None else {**row, "content": _find_content(answer)}
+
+
 def _to_call_fields(answer: Answer) -> Row:
     """Return the field of a row that holds the calls as a server sent them, if one did."""
     return {} if answer.tool_calls is None else {"tool_calls": list(answer.tool_calls)}
@@ -242,7 +274,7 @@ def _to_benchmark_fields(case: AnyCase, judgement: Judgement) -> Row:
     """Return the fields of a row that hold a benchmark's own verdict, if there is one."""
     if (verdict := judgement.benchmark) is None or case.benchmark_name is None:
         return {}
-    return {case.benchmark_name: verdict._asdict()}
+    return {case.benchmark_name: verdict.to_plain()}
 
 
 def _to_reasoning_fields(answer: Answer) -> Row:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fctune.base.errors import ConfigError, DataError
-from fctune.calls.formats.registry import detect_format
+from fctune.calls.response_template import find_call_format
 from fctune.checkpoint.fault_hooks import fire
 from fctune.config.intervals import choose_noun, format_count
 from fctune.data.chat_template import ChatTemplate
@@ -142,7 +142,7 @@ class TaskSet(ABC):
         weights = self.default_weights if settings.weights is None else settings.weights
         check_reward(weights, f"{settings.section}.reward", {**self.parts, **CONTROL}, self.reward_name)
         self._template, self._limits, self._weights = settings.template, settings.limits, dict(weights)
-        self._call_format = detect_format(settings.template.source)
+        self._call_format = find_call_format(settings.template)
         self._failing: set[str] = set()  # tasks of the failures since the last rollout
 
     @property

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import CallFormat
+from fctune.calls.judge import BenchmarkVerdict
 from fctune.data.conversation import Conversation
-from fctune.tasks.task import AnyCase, Case, MultiTurnCase
+from fctune.tasks.task import AnswerCase, AnyCase, Case, MultiTurnCase
 
 
 class Measured(NamedTuple):
@@ -21,6 +22,13 @@ class Measured(NamedTuple):
     accuracy: float
     num_cases: int
 
+
+Measure = Callable[[Sequence[BenchmarkVerdict], Sequence[BenchmarkVerdict]], dict[str, Any]]
+"""Returns a benchmark's further figures from its strict and lenient verdicts on all cases.
+
+``rates`` by name are those of ``fctune.calls.metrics.rate``, ``values`` by name are numbers, ``table`` holds counts by
+row and column, and ``notes`` are sentences; each may be absent.
+"""
 
 Weigh = Callable[[Mapping[str, Measured]], dict[str, Any] | None]
 """Returns a benchmark's overall number from results by category; see ``Benchmark.weigh``."""
@@ -40,6 +48,8 @@ class Suite:
         release: The package and version that the cases come from, such as ``bfcl-eval 2026.3.23``; None if unknown.
         call_format: The format in which the prompts themselves ask for calls; None: the model's own.
         weigh: Weighs the categories of a benchmark; None: they have no overall number.
+        measure: Computes the benchmark's further figures; None: it has none.
+        max_new_tokens: Limit of an answer in the published evaluation; None: that of the command.
         any_call: Categories in which any call will do, so that nothing is known of its name and its arguments.
     """
 
@@ -51,6 +61,8 @@ class Suite:
     release: str | None = None
     call_format: CallFormat | None = None
     weigh: Weigh | None = None
+    measure: Measure | None = None
+    max_new_tokens: int | None = None
     any_call: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -75,6 +87,7 @@ class Suite:
         for case in self.cases:
             expected = [[call.name, call.arguments] for call in case.expected]
             row: list[Any] = [case.id, case.category, case.prompt.digest(), expected]
+            row += [case.describe()] if isinstance(case, AnswerCase) else []
             digest.update(json.dumps(row, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
         for dialogue in self.multi_turn:
             turns = [Conversation(turn.messages, turn.tools).digest() for turn in dialogue.turns]

@@ -19,7 +19,7 @@ from fctune.calls.judge import Judgement, judge, judge_failure
 from fctune.calls.tool_calls import Reading
 from fctune.data.conversation import Call, Conversation, Message, Tool, to_encodable
 from fctune.data.tool_schema import ToolSet
-from fctune.engines.engine import Answer
+from fctune.engines.engine import Answer, ChoiceScore
 
 # Errors for a prompt that leaves no room for an answer: in process, from vLLM, SGLang, llama.cpp and TGI.
 _OVERLONG = re.compile(
@@ -55,6 +55,7 @@ class Step:
         parsed: The reading that the episode acts on.
         calls: The calls that are made, each with an id; none if a part of the answer is malformed.
         results: What the tools returned, if the task keeps that.
+        is_open: The text ends inside a call.
     """
 
     answer: Answer
@@ -62,6 +63,7 @@ class Step:
     parsed: Parsed
     calls: tuple[Call, ...] = ()
     results: tuple[str, ...] = ()
+    is_open: bool = False
 
     @property
     def thought(self) -> str | None:
@@ -95,10 +97,11 @@ class TaskState:
 
     Attributes:
         prompt: The conversation up to where the model acts first.
+        choices: Answers that the model chooses from by their likelihood; none: it writes its own.
     """
 
-    def __init__(self, prompt: Conversation):
-        self.prompt = prompt
+    def __init__(self, prompt: Conversation, choices: tuple[Message, ...] = ()):
+        self.prompt, self.choices = prompt, choices
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -191,6 +194,33 @@ class Case(Task):
     def describe_differences(self, parsed: Parsed, judgement: Judgement) -> tuple[str, ...]:
         """List everything that is wrong with an answer, one line each."""
         return judgement.differences
+
+
+@dataclass(frozen=True)
+class AnswerCase(Case):
+    """A question of a benchmark that judges what the model answers, and not only the calls in it.
+
+    ``choices`` are the answers that the model chooses from; none: it writes its own.
+    """
+
+    choices: tuple[Message, ...] = field(default=(), kw_only=True)
+
+    def start(self) -> TaskState:
+        """Return a state that ends the episode with the first answer."""
+        return TaskState(self.prompt, self.choices)
+
+    @abstractmethod
+    def judge_answer(self, content: str, scores: Sequence[ChoiceScore]) -> tuple[Judgement, Judgement]:
+        """Judge an answer in its strict and in its lenient reading; each has the benchmark's own verdict.
+
+        Args:
+            content: The answer's text without its reasoning.
+            scores: Scores of the choices, in their order; none if the model wrote the answer.
+        """
+
+    @abstractmethod
+    def describe(self) -> Any:
+        """Return, as JSON values, what decides verdicts besides prompt and calls; part of the suite's digest."""
 
 
 @dataclass(frozen=True, slots=True)

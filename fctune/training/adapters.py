@@ -8,10 +8,12 @@ from pathlib import Path
 from fctune.base.distributed import World
 from fctune.checkpoint.hf_checkpoint import HFAdapterWeights
 from fctune.config.schema import RunConfig
+from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_adapter, export_merged
 from fctune.models.lora import init_adapters_
 from fctune.models.token_rows import init_token_rows_, trained_token_ids
 from fctune.training.entry import Run
+from fctune.training.planned_run import PlannedRun, TrainingData
 from fctune.training.recipe import FineTuning
 from fctune.training.setup import select_adapters_, select_tokens_
 
@@ -24,38 +26,34 @@ class AdapterTuning(FineTuning):
         assert config.adapter is not None
         self.adapter = config.adapter
 
-    def select_trainable_(self) -> None:
+    def select_trainable_(self, model: CausalLM) -> None:
         """Freeze the base and add an adapter to each selected linear."""
-        select_adapters_(self.model, self.adapter, self.world)
+        select_adapters_(model, self.adapter, self.world)
 
-    def select_tokens_(self) -> None:
+    def select_tokens_(self, model: CausalLM, data: TrainingData) -> None:
         """Train the rows of untrained tokens."""
-        select_tokens_(self.model, self.config, self.model_dir, self.prepared, self.world)
+        select_tokens_(model, self.requested_config, self.model_dir, data.prepared, self.world)
 
-    def init_trainable_(self) -> None:
+    def init_trainable_(self, model: CausalLM) -> None:
         """Initialize the adapters from the seed and token rows from the base, equally at any world size."""
-        init_adapters_(self.model, self.config.seed)
-        init_token_rows_(self.model, self.model_dir)
+        init_adapters_(model, self.requested_config.seed)
+        init_token_rows_(model, self.model_dir)
 
-    def hf_weights(self) -> HFAdapterWeights:
+    def hf_weights(self, planned: PlannedRun) -> HFAdapterWeights:
         """Return the form of elastic checkpoints: a PEFT adapter."""
-        model = self.config.model
+        model, base = planned.model, planned.config.model.path
         return HFAdapterWeights(
-            *(self.model.architecture, self.adapter, model.path, self.model_dir),
-            prompting=self.prompting(),
-            token_ids=trained_token_ids(self.model),
+            *(model.architecture, self.adapter, base, self.model_dir),
+            prompting=planned.prompting,
+            token_ids=trained_token_ids(model),
         )
 
-    def exports(self) -> dict[str, Callable[[Path], None]]:
+    def exports(self, planned: PlannedRun) -> dict[str, Callable[[Path], None]]:
         """Return the exports: the merged model, and the adapter to use with the base."""
-        writes, base = self.world.is_main, self.config.model.path
+        model, writes, base = planned.model, self.world.is_main, planned.config.model.path
         return {
-            "merged": lambda out: export_merged(
-                *(self.model, self.model_dir, out, writes),
-                prompting=self.prompting(),
-            ),
+            "merged": lambda out: export_merged(model, self.model_dir, out, writes, prompting=planned.prompting),
             "adapter": lambda out: export_adapter(
-                *(self.model, self.adapter, base, self.model_dir, out, writes),
-                prompting=self.prompting(),
+                *(model, self.adapter, base, self.model_dir, out, writes), prompting=planned.prompting
             ),
         }

@@ -151,10 +151,11 @@ class Run:
         complete = self.store.list_complete()
         return complete[0].path if complete else None
 
-    def record_crash(self, reason: str, is_consequence: bool = False) -> None:
+    def record_crash(self, reason: str, is_consequence: bool = False, is_out_of_memory: bool = False) -> None:
         """Write exit.json unless another rank gave a cause already."""
         if self.is_open:
-            self.directory.finish(1, reason, self.step, self.newest_checkpoint(), True, is_consequence)
+            checkpoint = self.newest_checkpoint()
+            self.directory.finish(1, reason, self.step, checkpoint, True, is_consequence, is_out_of_memory)
 
     def record_hang(self, reason: str, code: int) -> None:
         """Write exit.json of a process that hangs and is about to be ended."""
@@ -163,7 +164,7 @@ class Run:
     def _record_stop(self, reason: str) -> None:
         killed = find_killed_rank(self.peers)
         if killed is not None:  # the launcher stops the other ranks
-            self.record_crash(killed)
+            self.record_crash(killed.reason, is_out_of_memory=killed.is_out_of_memory)
         elif self.is_open:
             checkpoint = self.newest_checkpoint()
             self.directory.finish(STOPPED, reason, self.step, checkpoint, is_crash=not self.world.is_main)
@@ -300,13 +301,16 @@ def _record_crash(run: Run, world: World, error: Exception) -> None:
     reason = f"rank {world.rank}: {type(error).__name__}: {error}"
     if is_lost_connection(error):
         killed = find_killed_rank(run.peers, _DEATH_S)
-        cause = killed or "another rank ended first; its log has the cause"
-        run.record_crash(f"{cause}. {reason}", is_consequence=killed is None)
+        if killed is None:
+            run.record_crash(f"another rank ended first; its log has the cause. {reason}", is_consequence=True)
+        else:
+            run.record_crash(f"{killed.reason}. {reason}", is_out_of_memory=killed.is_out_of_memory)
     else:
-        if run.recipe is not None and is_out_of_memory(error):
+        ran_out = is_out_of_memory(error)
+        if run.recipe is not None and ran_out:
             reason += f"\n{run.recipe.suggest_less_memory()}"
             print(f"\n{escape_controls(reason)}\n", file=sys.stderr, flush=True)
-        run.record_crash(reason)
+        run.record_crash(reason, is_out_of_memory=ran_out)
     run.directory.unlock()
 
 

@@ -88,7 +88,7 @@ def count_steps(config: RunConfig, loader: GlobalLoader, world: World) -> int:
 def train(
     config: RunConfig,
     state: TrainState,
-    loader: GlobalLoader,
+    loader: GlobalLoader | None,
     num_steps: int,
     world: World,
     sinks: SinkGroup,
@@ -102,7 +102,8 @@ def train(
     Args:
         config: Config of the run.
         state: State that training changes.
-        loader: Loader of the training split; its prepared set also has the validation split.
+        loader: Loader of the training split, whose prepared set also has the validation split; None with a ``source``
+            of other data, of which nothing is held out.
         num_steps: Last optimizer step.
         world: This rank.
         sinks: Receive the metrics of each step.
@@ -119,6 +120,7 @@ def train(
     state.timers.start(num_steps, distributed.run_on_rank_0(time.monotonic))
     num_nonfinite = 0  # in a row
     if source is None:
+        assert loader is not None
         source = Prefetcher(loader, world, config.micro_batch_size, state.model.make_bounds, num_steps)
     with source, Meter(config, state.model, world, gpu_hours) as meter:
         while state.step < num_steps:
@@ -130,7 +132,7 @@ def train(
             elapsed_s = time.perf_counter() - started
             costs = {name: seconds for callback in callbacks for name, seconds in callback.step_costs().items()}
             metrics = meter.measure(data, result, lr, wait_s, elapsed_s, costs) | dict(data.metrics)
-            if _is_validation_due(config, loader.prepared, state, is_last):
+            if loader is not None and _is_validation_due(config, loader.prepared, state, is_last):
                 started = time.perf_counter()
                 metrics |= validate(config, state.model, objective, loader.prepared, world)
                 metrics["validation_time_s"] = time.perf_counter() - started

@@ -61,6 +61,7 @@ class MemorySnapshot:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an error means that memory is full: of the CUDA or CPU allocator, or of cuBLAS and NCCL."""
+    # torch raises a plain RuntimeError for the CPU allocator, cuBLAS and NCCL, without a code.
     is_typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return is_typed or any(sign in str(error) for sign in ("can't allocate memory", "out of memory", "ALLOC_FAILED"))
 

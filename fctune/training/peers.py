@@ -9,8 +9,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _POLL_S = 0.02
+# Of gloo and NCCL: torch raises the same RuntimeError for every failure of a collective, without a code.
 _LOST_CONNECTION = (
     "Connection reset by peer",
     "Connection closed by peer",
@@ -30,6 +32,14 @@ class RankProcess:
     namespace: str
 
 
+class RankEnd(NamedTuple):
+    """How a rank's process ended; SIGKILL is what the kernel sends when memory runs out."""
+
+    reason: str
+    is_killed: bool = False
+    is_out_of_memory: bool = False
+
+
 def describe_process(rank: int) -> RankProcess:
     """Describe this process to the other ranks."""
     try:
@@ -44,8 +54,8 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_CONNECTION)
 
 
-def find_killed_rank(peers: Sequence[RankProcess], wait_s: float = 0.0) -> str | None:
-    """Describe a rank of this machine that was killed, such as ``rank 1 (...) was killed by SIGKILL``.
+def find_killed_rank(peers: Sequence[RankProcess], wait_s: float = 0.0) -> RankEnd | None:
+    """Return the end of a rank of this machine that was killed, such as ``rank 1 (...) was killed by SIGKILL``.
 
     Args:
         peers: Processes of all ranks.
@@ -57,23 +67,21 @@ def find_killed_rank(peers: Sequence[RankProcess], wait_s: float = 0.0) -> str |
     deadline = time.monotonic() + wait_s
     while True:
         ended = {peer: _how_ended(peer.process) for peer in local}
-        found = [(peer, how) for peer, how in ended.items() if how and how.startswith("was killed")]
-        if wait_s:
-            found += [(peer, how) for peer, how in ended.items() if how and not how.startswith("was killed")]
+        found = [(peer, end) for peer, end in ended.items() if end is not None and (end.is_killed or wait_s)]
         if found:
-            peer, how = found[0]
-            return f"rank {peer.rank} (process {peer.process} on {peer.host}) {how}"
+            peer, end = min(found, key=lambda one: not one[1].is_killed)  # the first killed one, if there is one
+            return end._replace(reason=f"rank {peer.rank} (process {peer.process} on {peer.host}) {end.reason}")
         if time.monotonic() >= deadline:
             return None
         time.sleep(_POLL_S)
 
 
-def _how_ended(process: int) -> str | None:
+def _how_ended(process: int) -> RankEnd | None:
     """Return how a process ended; None if it runs, or ended by itself and so has recorded its reason."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
-        return "ended without recording a reason"
+        return RankEnd("ended without recording a reason")
     except PermissionError:
         return None
     try:  # its parent has not collected its exit status yet
@@ -85,4 +93,4 @@ def _how_ended(process: int) -> str | None:
         return None
     name = signal.Signals(os.WTERMSIG(status)).name
     hint = "; if nobody sent it, the machine ran out of memory" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
+    return RankEnd(f"was killed by {name}{hint}", is_killed=True, is_out_of_memory=name == "SIGKILL")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fctune.base.distributed import World
+from fctune.checkpoint.state import DataCursor
 from fctune.data.loader import IGNORE, Batch, GlobalLoader, GlobalStep, StepTotals
 from fctune.models.attention import DocumentBounds, MakeBounds
 from fctune.models.dropout import row_key
@@ -65,6 +66,10 @@ class StepSource(AbstractContextManager["StepSource"], Protocol):
         """Return this rank's inputs of global step ``step``; every rank asks for the same steps in the same order."""
 
 
+class ResumableSource(StepSource, DataCursor, Protocol):
+    """Source of the data of a run's steps whose position is saved in checkpoints."""
+
+
 class Prefetcher:
     """Builds a rank's inputs one step ahead, on a thread; the inputs of a step do not depend on timing.
 
@@ -104,6 +109,18 @@ class Prefetcher:
         if step < self._num_steps:
             self._ahead = (step + 1, self._thread.submit(self._build, step + 1))
         return data
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Return the loader's state for a checkpoint after ``step``."""
+        return self._loader.state_at(step)
+
+    def resume_at(self, state: dict[str, Any]) -> None:
+        """Check that a saved state is of the loader's data; ``take`` names the step to continue with.
+
+        Raises:
+            DataError: It is not.
+        """
+        self._loader.resume_at(state)
 
     def _build(self, number: int) -> StepData:
         step, world = self._loader.step_at(number), self._world

@@ -8,38 +8,32 @@ import platform
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError, DataError, DiskError
 from fctune.checkpoint.hf_checkpoint import HFWeights
-from fctune.checkpoint.resume import RunFacts, check_same_run
-from fctune.checkpoint.saver import first_write_limit
-from fctune.checkpoint.state import Checkpointer, DataCursor, TrainState
+from fctune.checkpoint.resume import Resume, RunFacts, check_same_run
+from fctune.checkpoint.saver import Guard, first_write_limit
+from fctune.checkpoint.state import Checkpointer, TrainState
 from fctune.config.intervals import format_count, is_never
 from fctune.config.recipes import find_recipe_problem
 from fctune.config.schema import RunConfig
 from fctune.config.sections.evaluation import VALIDATION_CASES
-from fctune.data.chosen_template import ChosenTemplate, read_chosen_template
-from fctune.data.loader import GlobalLoader
-from fctune.data.prepared_set import PreparedSet
+from fctune.data.chosen_template import read_chosen_template
 from fctune.models.causal_lm import CausalLM
-from fctune.models.export import Prompting
 from fctune.models.hub import WEIGHT_FILES, digest_model
 from fctune.models.run_config import resolve_base
 from fctune.models.token_rows import count_parameters, trained_token_ids
-from fctune.parallel.layout import ParallelLayout
 from fctune.parallel.sharding import GradientSync
-from fctune.runs.device import total_memory
 from fctune.runs.directory import installed_versions
 from fctune.runs.record import MetricsFile
 from fctune.runs.sinks import SinkGroup
 from fctune.tasks.evaluation.held_out import find_held_out_cases, write_held_out_cases
-from fctune.tasks.evaluation.live import LiveEvaluation, check_answering_memory
+from fctune.tasks.evaluation.live import LiveEvaluation
 from fctune.training.callbacks.base import Callback, make_callbacks
 from fctune.training.callbacks.checkpoint import CheckpointCallback, DiskWait, SaveError
 from fctune.training.callbacks.evaluation import EvaluationCallback
@@ -47,20 +41,20 @@ from fctune.training.callbacks.hang_watch import HangWatch
 from fctune.training.callbacks.stop import StopCallback
 from fctune.training.entry import AlreadyComplete, Run
 from fctune.training.host_memory import HostMemoryCallback
-from fctune.training.loop import build_loader, count_steps, train
+from fctune.training.loop import train
 from fctune.training.objective import Objective, SupervisedObjective
 from fctune.training.out_of_memory import MemorySnapshot, suggest_less_memory
-from fctune.training.prefetch import StepSource
+from fctune.training.planned_run import PlannedRun, TrainingData, open_prepared_rows
+from fctune.training.prefetch import ResumableSource
+from fctune.training.response_check import check_response_template
 from fctune.training.setup import (
     build_base,
+    check_memory_to_answer,
     check_packing,
     check_space,
     check_weights,
-    choose_batch_size,
     open_sinks,
     plan_parallelism,
-    prepare_data,
-    record_checkpointing,
     shard_and_load_,
     start_state,
     warn_of_length,
@@ -69,65 +63,116 @@ from fctune.training.setup import (
 logger = logging.getLogger("fctune")
 
 
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A run with its weights loaded; its callbacks see it as ``StartedRun``.
+
+    Attributes:
+        planned: The run as it was planned, with the model in shards now.
+        state: State that training changes.
+        source: Source of the steps' inputs.
+        watch: Ends the process if a step or a write hangs.
+        checkpoint: Saves the state.
+        stop: Stops the run on request.
+        callbacks: These three and all others, in the order of the loop's calls.
+    """
+
+    planned: PlannedRun
+    state: TrainState
+    source: ResumableSource
+    watch: HangWatch
+    checkpoint: CheckpointCallback
+    stop: StopCallback
+    callbacks: tuple[Callback, ...]
+
+    @property
+    def config(self) -> RunConfig:
+        """Config of the run, with what was chosen for it."""
+        return self.planned.config
+
+    @property
+    def world(self) -> World:
+        """Ranks of the run, and this one."""
+        return self.planned.world
+
+    @property
+    def model(self) -> CausalLM:
+        """Model, sharded and with its weights."""
+        return self.planned.model
+
+
 class FineTuning(ABC):
     """A fine-tuning run: torchtune's recipe interface over the library's training loop.
 
+    A recipe overrides the hooks, which get the model or the planned run and keep nothing. Of the run itself only
+    ``setup`` keeps something: the training that the next methods continue.
+
     Attributes:
         name: Name of the recipe's file; it runs the configs that ``RunConfig.recipe`` gives this name.
+        requested_config: Config as the user wrote it; that of a planned run has what was chosen for open keys.
     """
 
     name: str
-    model_dir: Path
-    model: CausalLM
-    layout: ParallelLayout
-    prepared: PreparedSet
-    loader: GlobalLoader
-    num_steps: int
-    sinks: SinkGroup
-    facts: RunFacts
-    watch: HangWatch
-    checkpoint: CheckpointCallback
 
     def __init__(self, config: RunConfig, world: World, run: Run):
         if (problem := find_recipe_problem(self.name, config.recipe)) is not None:
             raise ConfigError(problem)
-        self.config, self.world, self.run = config, world, run
-        self.model_dir = Path(config.model.path)
-        self.chat_template: ChosenTemplate | None = None
-        self.state: TrainState | None = None
-        self.snapshot: MemorySnapshot | None = None
-        self.source: StepSource | None = None
-        self.user_callbacks = make_callbacks(config)
-        self.callbacks: list[Callback] = []
+        self.requested_config, self.world, self.run = config, world, run
+        self._user_callbacks = make_callbacks(config)
+        self.model_dir = distributed.run_on_rank_0(lambda: resolve_base(config))
+        self.chat_template = distributed.run_on_rank_0(lambda: read_chosen_template(config.model))
+        keeps_history = config.profile is not None and config.profile.allocations
+        self._snapshot = MemorySnapshot(run.directory.path, world, keeps_history)
+        self._training: Training | None = None  # until setup has ended
+        self._resources = contextlib.ExitStack()
 
     @abstractmethod
-    def select_trainable_(self) -> None:
-        """Select the trainable parameters of the unsharded, weightless model, in place."""
+    def select_trainable_(self, model: CausalLM) -> None:
+        """Select the trainable parameters of a meta model, in place."""
 
     @abstractmethod
-    def select_tokens_(self) -> None:
-        """Select the token rows that train, which depend on the prepared data, in place."""
+    def select_tokens_(self, model: CausalLM, data: TrainingData) -> None:
+        """Select the token rows of a meta model that train, which depend on the data, in place."""
 
     @abstractmethod
-    def init_trainable_(self) -> None:
+    def init_trainable_(self, model: CausalLM) -> None:
         """Initialize trainable parameters that are not the base's, in place."""
 
     @abstractmethod
-    def hf_weights(self) -> HFWeights:
+    def hf_weights(self, planned: PlannedRun) -> HFWeights:
         """Return the Hugging Face form of the trainable weights in elastic checkpoints."""
 
     @abstractmethod
-    def exports(self) -> dict[str, Callable[[Path], None]]:
+    def exports(self, planned: PlannedRun) -> dict[str, Callable[[Path], None]]:
         """Return the functions that write the run's exports to a path, by name; every rank calls each in turn."""
 
     def objective(self) -> Objective:
         """Return the loss of a training step: by default that of the supervised tokens."""
         return SupervisedObjective()
 
+    def open_data(self) -> tuple[RunConfig, TrainingData]:
+        """Return the config with the size of a step's batch, and the data: by default the rows of ``data``."""
+        return open_prepared_rows(self.requested_config, self.model_dir, self.chat_template, self.world)
+
+    def open_source(self, planned: PlannedRun) -> ResumableSource:
+        """Return the source of the steps' inputs; the model is in shards, with its weights."""
+        return planned.data.open_source(planned, self._stop_if_requested)
+
+    def open_sinks(self, planned: PlannedRun, guard: Guard) -> SinkGroup:
+        """Open what receives the metrics of each step."""
+        directory, num_steps = self.run.directory, planned.num_steps
+        return open_sinks(planned.config, directory, num_steps, self.world, planned.hosts, guard=guard)
+
     @property
     def step(self) -> int:
         """Number of optimizer steps taken so far."""
-        return 0 if self.state is None else self.state.step
+        return 0 if self._training is None else self._training.state.step
+
+    @property
+    def training(self) -> Training:
+        """The training that ``setup`` has prepared."""
+        assert self._training is not None, "setup comes first"
+        return self._training
 
     def setup(self) -> None:
         """Build the model without weights, prepare the data, then load weights into shards and resume.
@@ -138,111 +183,70 @@ class FineTuning(ABC):
         Raises:
             AlreadyComplete: There is nothing left to do.
         """
-        self.model_dir = distributed.run_on_rank_0(lambda: resolve_base(self.config))
-        self.chat_template = distributed.run_on_rank_0(lambda: read_chosen_template(self.config.model))
-        keeps_history = self.config.profile is not None and self.config.profile.allocations
-        self.snapshot = MemorySnapshot(self.run.directory.path, self.world, keeps_history)
-        self.model = build_base(self.config, self.model_dir, self.world)
-        check_weights(self.model, self.model_dir)
-        self.select_trainable_()
-        self.prepared = self.prepare()
-        self.config = choose_batch_size(self.config, self.prepared)
-        self.select_tokens_()
-        self.layout = plan_parallelism(self.model, self.config, self.world)
-        requested_config, self.config = self.config, record_checkpointing(self.config, self.layout)
-        self.loader = self.build_loader()
-        self.num_steps = self.count_steps()
-        warn_of_length(self.config, self.prepared, self.num_steps, self.world)
-        self.facts = self.collect_facts()
-        self.check_resumed()
-        check_space(
-            *(self.model, self.config, self.run.directory, self.num_steps, self.world), is_resumed=self.run.resumes_own
-        )
-        hosts = distributed.all_gather_objects(platform.node())
-        if self.world.is_main:
-            details: dict[str, Any] = {"parameters": count_parameters(self.model)}
-            if self.model.state_layers:
-                details["state_layers"] = self.model.state_layers
-            is_chosen = requested_config.activation_checkpointing.fraction is None
-            if is_chosen or requested_config.global_batch_tokens is not None:
-                details["config"] = self.config.to_dict()
-            self.run.directory.describe(num_steps=self.num_steps, data=self.prepared.describe(), hosts=hosts, **details)
-        gradient_sync = self.load_checkpoint()
-        self.state = start_state(self.model, self.config, self.num_steps, gradient_sync)
-        self.start_callbacks(self.state)
-        self.sinks = open_sinks(
-            *(self.config, self.run.directory, self.num_steps, self.world, hosts), guard=self.watch.guard
-        )
-        for callback in self.callbacks:
-            callback.on_start(self)
+        planned = self.plan()
+        self.check(planned)
+        self._training = training = self.start(planned)
+        self.begin(training)
+        for callback in training.callbacks:
+            callback.on_start(training)
 
-    def prompting(self) -> Prompting:
-        """Return the chat template and switches that exports and elastic checkpoints carry."""
-        has_reasoning = self.prepared.counts.reasoning > 0
-        return Prompting(self.chat_template, self.config.model.template_args, has_reasoning)
-
-    def prepare(self) -> PreparedSet:
-        """Return the prepared set of the training rows."""
-        return prepare_data(self.config, self.model_dir, self.chat_template, self.world)
-
-    def build_loader(self) -> GlobalLoader:
-        """Build the loader of the training split."""
-        return build_loader(self.config, self.prepared)
-
-    def count_steps(self) -> int:
-        """Return the number of optimizer steps of the run."""
-        return count_steps(self.config, self.loader, self.world)
-
-    def open_source(self) -> StepSource | None:
-        """Return the source of the steps' data; None for the loader."""
-        return None
-
-    def load_checkpoint(self) -> GradientSync:
-        """Load the base's weights into shards and initialize the other trainable parameters."""
-        gradient_sync = shard_and_load_(self.model, self.config, self.model_dir, self.world, self.layout)
-        self.init_trainable_()
-        check_packing(self.model, self.config, self.world)
-        return gradient_sync
-
-    def check_answering_memory(self, key: str, remedy: str) -> None:
-        """Check that the complete model, which answers, fits on each GPU next to the training state.
-
-        Args:
-            key: Config key that requests answers, for the message.
-            remedy: What to do if it does not fit, for the message.
-
-        Raises:
-            ConfigError: It does not fit.
-        """
-        device = self.world.device
-        if device.type == "cuda":
-            used, memory = torch.cuda.memory_allocated(device), total_memory(device, 1)
-            distributed.run_on_all_ranks(lambda: check_answering_memory(self.model, used, memory, key, remedy))
-
-    def collect_facts(self) -> RunFacts:
-        """Return what each checkpoint records of the run."""
+    def plan(self) -> PlannedRun:
+        """Build the model without weights, open the data, and decide layout and steps."""
+        model = build_base(self.requested_config, self.model_dir, self.world)
+        check_weights(model, self.model_dir)
+        self.select_trainable_(model)
+        config, data = self.open_data()
+        self.select_tokens_(model, data)
+        layout = plan_parallelism(model, config, self.world)
+        checkpointing = replace(config.activation_checkpointing, fraction=layout.fraction)
+        config = replace(config, activation_checkpointing=checkpointing)
+        num_steps = data.count_steps(config, self.world)
+        warn_of_length(config, data.prepared, num_steps, self.world)
         base_digest = distributed.run_on_rank_0(lambda: digest_model(self.model_dir, WEIGHT_FILES))
-        token_ids = trained_token_ids(self.model)
-        return RunFacts(self.config.to_dict(), base_digest, self.num_steps, installed_versions(), token_ids)
+        return PlannedRun(
+            config=config,
+            run=self.run,
+            world=self.world,
+            model_dir=self.model_dir,
+            chat_template=self.chat_template,
+            model=model,
+            data=data,
+            layout=layout,
+            num_steps=num_steps,
+            facts=RunFacts(config.to_dict(), base_digest, num_steps, installed_versions(), trained_token_ids(model)),
+            hosts=tuple(distributed.all_gather_objects(platform.node())),
+        )
 
-    def check_resumed(self) -> None:
-        """Check that the checkpoint to resume from is of this run, and that there is something left to do.
+    def check(self, planned: PlannedRun) -> None:
+        """Check the checkpoint to resume from and the disk's space, and record the plan in run.json.
 
         Raises:
+            ConfigError: The disk is too small.
             CheckpointError: The checkpoint was saved by another run.
             DataError: The data is not that of the run.
             AlreadyComplete: There is nothing left to do.
         """
-        resume = self.run.resume
-        if resume is None:
-            return
-        distributed.run_on_all_ranks(lambda: check_same_run(resume, self.facts))
-        if self.config.grpo is None:
-            distributed.run_on_all_ranks(lambda: self.loader.resume_at(resume.state["loader"]))
-        best, patience = resume.state["best"], self.config.eval.early_stop
+        config, model, num_steps, directory = planned.config, planned.model, planned.num_steps, self.run.directory
+        if self.run.resume is not None:
+            self._check_resume(planned, self.run.resume)
+        check_space(model, config, directory, num_steps, self.world, is_resumed=self.run.resumes_own)
+        if self.world.is_main:
+            details: dict[str, Any] = {"parameters": count_parameters(model)}
+            if model.state_layers:
+                details["state_layers"] = model.state_layers
+            is_chosen = self.requested_config.activation_checkpointing.fraction is None
+            if is_chosen or config.global_batch_tokens is not None:
+                details["config"] = config.to_dict()
+            data, hosts = planned.data.describe(), list(planned.hosts)
+            directory.describe(num_steps=num_steps, data=data, hosts=hosts, **details)
+
+    def _check_resume(self, planned: PlannedRun, resume: Resume) -> None:
+        distributed.run_on_all_ranks(lambda: check_same_run(resume, planned.facts))
+        distributed.run_on_all_ranks(lambda: planned.data.check_resume(resume))
+        best, patience = resume.state["best"], planned.config.eval.early_stop
         is_stopped_early = patience is not None and best is not None and best["evaluations_since"] >= patience
-        has_steps = resume.checkpoint.step < self.num_steps and not is_stopped_early
-        directory, names = self.run.directory, self.exports()
+        has_steps = resume.checkpoint.step < planned.num_steps and not is_stopped_early
+        directory, names = self.run.directory, self.exports(planned)
         if not has_steps and self.run.resumes_own and distributed.run_on_rank_0(lambda: directory.is_complete(names)):
             raise AlreadyComplete(
                 f"{directory.path}: already complete after step {resume.checkpoint.step}, and exported to "
@@ -250,48 +254,87 @@ class FineTuning(ABC):
                 "resume=never."
             )
 
-    def start_callbacks(self, state: TrainState) -> None:
-        """Restore the state that the run resumes from, in place, begin the run and start the callbacks.
+    def load_checkpoint(self, planned: PlannedRun) -> GradientSync:
+        """Load the base's weights into shards and initialize the other trainable parameters."""
+        model, config = planned.model, planned.config
+        gradient_sync = shard_and_load_(model, config, self.model_dir, self.world, planned.layout)
+        self.init_trainable_(model)
+        check_packing(model, config, self.world)
+        return gradient_sync
+
+    def start(self, planned: PlannedRun) -> Training:
+        """Load the weights, restore the state that the run resumes from, and build the callbacks.
 
         Raises:
             CheckpointError: The checkpoint was saved by another run.
             DataError: The data is not that of the run.
         """
-        config, run, world = self.config, self.run, self.world
-        self.source = self.open_source()
-        data = self.source if isinstance(self.source, DataCursor) else self.loader
-        checkpointer = Checkpointer(state, self.hf_weights(), data, self.facts, world)
+        config, run, world = planned.config, self.run, self.world
+        state = start_state(planned.model, config, planned.num_steps, self.load_checkpoint(planned))
+        source = self.open_source(planned)
+        checkpointer = Checkpointer(state, self.hf_weights(planned), source, planned.facts, world)
         if run.resume is not None:
             checkpointer.restore_(run.resume)
-
-        self.watch = HangWatch(
-            *(run.directory.path, world.rank, run.record_hang, config.step_timeout_s, config.compile),
+        watch = HangWatch(
+            run.directory.path,
+            world.rank,
+            run.record_hang,
+            timeout_s=config.step_timeout_s,
+            is_compiled=config.compile,
             write_timeout_s=config.checkpoint.save_timeout_s,
         )
-        evaluation = None
-        if not is_never(config.eval.every):
-            switches = config.model.template_args
-            self.check_answering_memory("eval.every", "Set eval.every=0 and evaluate the run's export with fctune eval")
-            cases = None
-            if config.eval.cases == VALIDATION_CASES:
-                cases = distributed.run_on_rank_0(
-                    lambda: find_held_out_cases(config.data, self.prepared, config.eval.max_cases)
-                )
-            evaluation = LiveEvaluation(config.eval, self.model_dir, world, switches, self.chat_template, cases)
-        self.checkpoint = CheckpointCallback(
-            *(config.checkpoint, checkpointer, run.store, world), fallback=run.fallback_store, guard=self.watch.guard
+        self._resources.callback(watch.close)
+        evaluation = None if is_never(config.eval.every) else self._open_evaluation(planned)
+        checkpoint = CheckpointCallback(
+            config.checkpoint, checkpointer, run.store, world, fallback=run.fallback_store, guard=watch.guard
         )
-        self.callbacks = [self.watch, StopCallback(run.request, self.checkpoint), self.checkpoint]
+        stop = StopCallback(run.request, checkpoint)
+        callbacks: list[Callback] = [watch, stop, checkpoint]
         if evaluation is not None:
-            self.callbacks.append(EvaluationCallback(config.eval, evaluation, state))
+            callbacks.append(EvaluationCallback(config.eval, evaluation, state))
         if world.device.type == "cpu":
-            self.callbacks.append(HostMemoryCallback())
-        self.callbacks += self.user_callbacks
-        run.begin()
-        if run.resume is not None and run.resume.state["world_size"] != world.world_size:
-            logger.info("world size: was %d, is %d", run.resume.state["world_size"], world.world_size)
-            self.checkpoint.save("elastic", state.step)
-        run.request.start_training()
+            callbacks.append(HostMemoryCallback())
+        callbacks += self._user_callbacks
+        for callback in callbacks[1:]:
+            self._resources.callback(callback.close)
+        return Training(planned, state, source, watch, checkpoint, stop, tuple(callbacks))
+
+    def begin(self, training: Training) -> None:
+        """Begin the run in its directory; from here on, a request stops it after a step."""
+        resume = self.run.resume
+        self.run.begin()
+        if resume is not None and resume.state["world_size"] != self.world.world_size:
+            logger.info("world size: was %d, is %d", resume.state["world_size"], self.world.world_size)
+            training.checkpoint.save("elastic", training.state.step)
+        self.run.request.start_training()
+
+    def _open_evaluation(self, planned: PlannedRun) -> LiveEvaluation:
+        """Return the evaluation of the model in training.
+
+        Raises:
+            ConfigError: The model that answers does not fit on the GPUs.
+            DataError: No case is held out.
+        """
+        config, prepared = planned.config, planned.data.prepared
+        check_memory_to_answer(
+            *(planned.model, self.world, "eval.every"),
+            remedy="Set eval.every=0 and evaluate the run's export with fctune eval",
+        )
+        cases = None
+        if config.eval.cases == VALIDATION_CASES:
+            assert prepared is not None  # the config's check
+            cases = distributed.run_on_rank_0(lambda: find_held_out_cases(config.data, prepared, config.eval.max_cases))
+        switches = config.model.template_args
+        return LiveEvaluation(config.eval, self.model_dir, self.world, switches, self.chat_template, cases)
+
+    def _stop_if_requested(self) -> None:
+        """Save and stop as after a step, while training waits for something else.
+
+        Raises:
+            Stopped: A stop was requested.
+        """
+        if self._training is not None:
+            self._training.stop.on_step_end(self.step, is_last=False)
 
     def train(self) -> None:
         """Take all steps of the run.
@@ -299,16 +342,18 @@ class FineTuning(ABC):
         Raises:
             DataError: None of them has changed the weights.
         """
-        assert self.state is not None
-        hours = self.run.directory.gpu_hours()
-        with self.sinks:
+        training, directory = self.training, self.run.directory
+        planned = training.planned
+        hours = directory.gpu_hours()
+        with self.open_sinks(planned, training.watch.guard) as sinks:
             train(
-                *(self.config, self.state, self.loader, self.num_steps, self.world, self.sinks, self.callbacks),
+                *(planned.config, training.state, planned.data.loader, planned.num_steps, self.world, sinks),
+                callbacks=training.callbacks,
                 gpu_hours=hours,
                 objective=self.objective(),
-                source=self.source,
+                source=training.source,
             )
-        steps = MetricsFile(self.run.directory.metrics)
+        steps = MetricsFile(directory.metrics)
         if (reason := distributed.run_on_rank_0(lambda: self.describe_nothing_learned(steps))) is not None:
             raise DataError(reason)
 
@@ -330,34 +375,41 @@ class FineTuning(ABC):
             SaveError: Some of it cannot be written.
         """
         started = time.perf_counter()
-        wait = DiskWait(self.config.checkpoint.max_wait_s, lambda: self.run.request.reason is not None)
+        training, directory = self.training, self.run.directory
+        planned, checkpoint = training.planned, training.checkpoint
+        wait = DiskWait(planned.config.checkpoint.max_wait_s, lambda: self.run.request.reason is not None)
         failure: SaveError | None = None
         try:
-            self.checkpoint.finish(self.step, wait)
+            checkpoint.finish(self.step, wait)
         except SaveError as error:
             failure = error
         saved = time.perf_counter()
-        problems = [problem for name, write in self.exports().items() if (problem := self._export(name, write, wait))]
+        exports = self.exports(planned)
+        problems = [problem for name, write in exports.items() if (problem := self._export(name, write, wait))]
         if problems:
             raise self._describe_missing(problems)
         if failure is not None:
             raise SaveError(f"training is complete and exported, but {failure}", failure.checkpoint)
         if self.world.is_main:
-            folder = self.run.directory.path
-            try:
-                write_held_out_cases(self.config.data, self.prepared, folder)
-            except OSError as error:  # a full disk, on which the export has just found room
-                logger.error("%s: the held-out cases cannot be written (%s)", folder, error.strerror)
-            self.run.directory.describe(closing={"save_s": saved - started, "export_s": time.perf_counter() - saved})
+            if (prepared := planned.data.prepared) is not None:
+                try:
+                    write_held_out_cases(planned.config.data, prepared, directory.path)
+                except OSError as error:  # a full disk, on which the export has just found room
+                    logger.error("%s: the held-out cases cannot be written (%s)", directory.path, error.strerror)
+            directory.describe(
+                closing={"save_s": saved - started, "export_s": time.perf_counter() - saved},
+                response_template=check_response_template(planned, directory.export / next(iter(exports))),
+            )
 
     def _export(self, name: str, write: Callable[[Path], None], wait: DiskWait) -> str | None:
         """Write an export to the run's directory or the other disk; returns why it cannot be written."""
         folder, fallback = self.run.directory.export, self.run.fallback_dir
-        limit_s = first_write_limit(sum(p.numel() * p.element_size() for p in self.model.parameters()))
+        watch, model = self.training.watch, self.training.model
+        limit_s = first_write_limit(sum(p.numel() * p.element_size() for p in model.parameters()))
 
         def try_in(folder: Path) -> str | None:
             try:
-                with self.watch.guard(f"writing {folder / name}", limit_s):
+                with watch.guard(f"writing {folder / name}", limit_s):
                     distributed.run_on_all_ranks(lambda: write(folder / name))
             except DiskError as error:
                 return str(error)
@@ -380,8 +432,9 @@ class FineTuning(ABC):
         return None
 
     def _describe_missing(self, problems: Sequence[str]) -> SaveError:
+        safe = self.training.checkpoint.describe_safe()
         return SaveError(
-            f"training is complete, but not exported: {' '.join(problems)} {self.checkpoint.describe_safe()} Free some "
+            f"training is complete, but not exported: {' '.join(problems)} {safe} Free some "
             f"space in {self.run.directory.path}, or set checkpoint.fallback_dir to a directory on another disk, and "
             "re-run the same command: it resumes from there and writes the export.",
             self.run.newest_checkpoint(),
@@ -389,9 +442,9 @@ class FineTuning(ABC):
 
     def suggest_less_memory(self) -> str:
         """Return what the planner would change to need less memory."""
-        return suggest_less_memory(self.config, self.model_dir, self.world)
+        config = self.requested_config if self._training is None else self._training.config
+        return suggest_less_memory(config, self.model_dir, self.world)
 
     def cleanup(self) -> None:
         """Wait for a running save and release threads and signal handlers."""
-        for callback in reversed(self.callbacks):
-            callback.close()
+        self._resources.close()

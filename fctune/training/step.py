@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from fctune.base import distributed
@@ -217,15 +217,28 @@ def _exchange(measured: Tensor, known: Sequence[float], world: World) -> list[li
 
 @torch.no_grad()
 def _clip_(parameters: Sequence[Tensor], max_norm: float | None) -> Tensor:
-    """Clip gradients to a total norm in place; returns the norm before, over all shards, as a plain scalar tensor."""
-    by_mesh: dict[Any, list[Tensor]] = {}  # torch computes a norm of one mesh alone
+    """Clip gradients to a total norm in place; returns the norm before, over all shards, as a plain scalar tensor.
+
+    As ``torch.nn.utils.clip_grad_norm_``, but on each rank's own shards: to plan an operation on n DTensors takes time
+    that grows with n squared, eight seconds for 960 of them on a two-dimensional mesh.
+    """
+    by_layout: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    norms = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        if (gradient := parameter.grad) is not None:
+            layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            by_layout.setdefault(layout, []).append(local)
+    norms = []
+    for layout, gradients in by_layout.items():
+        norm = get_total_norm(gradients)
+        if layout is not None:
+            mesh, placements = layout
+            parts = [placement if placement.is_replicate() else Partial() for placement in placements]
+            norm = DTensor.from_local(norm.square(), mesh, parts).full_tensor().sqrt()
+        norms.append(norm)
     total: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if max_norm is not None:
-        for group in by_mesh.values():
-            clip_grads_with_norm_(group, max_norm, total)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's
+        for gradients in by_layout.values():
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return total

@@ -7,7 +7,6 @@ import os
 import pty
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from fctune.data.chosen_template import ChosenTemplate
 from fctune.models.export import Prompting, copy_companions, write_model_config
 from tests.apps.hub_server import COMMIT, HubServer, serve_hub
 from tests.conftest import ROOT, TINY_BASE
+from tests.warm_interpreter import warm_python
 
 ROWS = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(3)]
 WEIGHTS = os.urandom(3_000_000)
@@ -61,7 +61,7 @@ def start(
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     clean |= {"HF_HOME": str(home), "HF_ENDPOINT": url, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(named), *arguments],
+        [warm_python(), "-c", code, json.dumps(named), *arguments],
         cwd=ROOT,
         env=clean | environment,
         stdout=subprocess.PIPE,
@@ -192,7 +192,7 @@ def push(
 ) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     environment = clean | {"HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    command = [sys.executable, "-m", "fctune.cli", "push", *arguments, *confirm]
+    command = [warm_python(), "-m", "fctune.cli", "push", *arguments, *confirm]
     stdin = subprocess.DEVNULL if stdin is None else stdin
     return subprocess.run(command, cwd=ROOT, env=environment, stdin=stdin, capture_output=True, text=True, timeout=100)
 

@@ -97,6 +97,7 @@ def test_a_process_without_a_launcher_outlives_its_parent(tmp_path: Path) -> Non
     assert wait_for((tmp_path / "done").exists, 30)
 
 
+@pytest.mark.thorough  # a real run, where the others are small scripts
 def test_a_training_run_ends_with_its_launcher_and_says_so(tmp_path: Path) -> None:
     words = ["train", "--config", "lora_tiny", "--nproc", "2", "output_dir=run", "data.seq_len=512"]
     words += ["data.sources.0.path=synthetic:train:300:1", "data.overlong=drop", "validation.every=0"]

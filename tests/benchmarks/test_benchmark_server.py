@@ -76,6 +76,7 @@ def is_served(port: int) -> bool:
         return False
 
 
+@pytest.mark.thorough
 def test_the_server_ends_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
     port = find_port()
     command = [sys.executable, "-c", BENCHMARK, str(TINY_BASE), make_python(tmp_path), str(port)]
@@ -92,6 +93,7 @@ def test_the_server_ends_with_a_benchmark_that_is_killed(tmp_path: Path) -> None
     assert not is_served(port)
 
 
+@pytest.mark.thorough
 def test_a_server_that_ends_is_one_sentence_with_its_last_words(tmp_path: Path) -> None:
     python = make_python(tmp_path, "echo no room for the model; exit 3")
     with (

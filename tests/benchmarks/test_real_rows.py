@@ -17,10 +17,11 @@ from benchmarks.real_arguments import check_inputs, make_parser, parse_mixture
 from benchmarks.real_dialogues import make_dialogue
 from benchmarks.real_options import add_options, make_list
 from benchmarks.real_quantities import describe_quantities, describe_unfit_quantities
-from benchmarks.real_requests import UNFIT, ToolPool, multiply_question, rename_tools, revalue_question, take_tools_away
+from benchmarks.real_requests import multiply_question, rename_tools, revalue_question, take_tools_away
 from benchmarks.real_rows import BenchmarkFilter, Mixture, check_contamination, mix_rows, split_by_tools, write_rows
 from benchmarks.real_summary import format_table, read_answers, summarise
 from fctune.base.errors import ConfigError
+from fctune.data.augment.tool_pool import ToolPool
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tool_schema import ToolSet
 from fctune.tasks.task import Case
@@ -50,6 +51,13 @@ def make_row(numbers: list[int]) -> Conversation:
     question = f"Show me {asked} report for Paris in this week please."
     other = make_tool(999 - numbers[0])
     return Conversation((Message("user", question), Message("assistant", calls=calls)), (*tools, other))
+
+
+def make_pool(rows: list[Conversation]) -> ToolPool:
+    pool = ToolPool()
+    for row in rows:
+        pool.add(row)
+    return pool
 
 
 @pytest.fixture
@@ -92,17 +100,20 @@ def test_every_call_of_a_made_row_fits_the_schema_of_a_tool_on_offer(rows: list[
 
 
 def test_a_row_without_its_tools_calls_nothing_and_offers_none_of_them(rows: list[Conversation]) -> None:
-    pool, rng = ToolPool([tool for row in rows for tool in row.tools], rows), random.Random(5)
+    pool, rng = make_pool(rows), random.Random(5)
+    answers = set()
     for row in rows:
         made = take_tools_away(row, pool, rng)
+        answers.add(made.messages[-1].content)
         called = {call.name for call in row.messages[-1].calls}
         assert made.tools
         assert not called & {tool.name for tool in made.tools}
         assert not any(message.calls for message in made.messages)
+    assert len(answers) > len(rows) / 2
 
 
 def test_several_values_are_several_calls_or_one_with_a_list_as_the_schema_says(rows: list[Conversation]) -> None:
-    rng, pool = random.Random(3), ToolPool([tool for row in rows for tool in row.tools], rows)
+    rng, pool = random.Random(3), make_pool(rows)
     parallel = multiply_question(rows[1], pool, rng)
     assert parallel is not None
     assert len(parallel.messages[-1].calls) > 1
@@ -165,7 +176,7 @@ def test_a_calculation_that_no_tool_does_has_tools_for_other_calculations() -> N
 
 
 def test_a_dialogue_asks_again_about_its_tools_and_each_call_has_its_result(rows: list[Conversation]) -> None:
-    pool, rng = ToolPool([tool for row in rows for tool in row.tools], rows), random.Random(4)
+    pool, rng = make_pool(rows), random.Random(4)
     singles = [row for row in rows if len(row.messages[-1].calls) == 1]
     num_asked, num_unfit, num_calls, num_joined = 0, 0, 0, 0
     for _ in range(100):
@@ -177,8 +188,8 @@ def test_a_dialogue_asks_again_about_its_tools_and_each_call_has_its_result(rows
         for at, message in enumerate(messages):
             if message.role == "user":
                 num_asked += 1
-                num_unfit += messages[at + 1].content == UNFIT
-                assert messages[at + 1].calls or messages[at + 1].content == UNFIT
+                num_unfit += not messages[at + 1].calls
+                assert bool(messages[at + 1].calls) is not bool(messages[at + 1].content)
             if not message.calls:
                 continue
             num_calls += 1
@@ -209,7 +220,7 @@ def test_only_whole_values_of_a_question_are_replaced(rows: list[Conversation]) 
         call = Call(tool.name, {"city": "Paris", "days": 3})
         question = "Paris, 13 stops, 3.5 km and 3 days, no Parisian food"
         row = Conversation((Message("user", question), Message("assistant", calls=(call,))), (tool,))
-        made = revalue_question(row, ToolPool([tool], [row]), random.Random(seed))
+        made = revalue_question(row, make_pool([row]), random.Random(seed))
         (changed,) = made.messages[-1].calls
         city, days = changed.arguments["city"], changed.arguments["days"]
         assert made.messages[0].content == f"{city}, 13 stops, 3.5 km and {days} days, no Parisian food"
@@ -292,13 +303,14 @@ def test_wrong_input_is_one_sentence(options: list[str], says: str, tmp_path: Pa
 # orders differ in the last bit, and the tools change places.
 RANKING = """
 import random
-from benchmarks.real_requests import ToolPool
-from fctune.data.conversation import Tool
+from fctune.data.augment.tool_pool import ToolPool
+from fctune.data.conversation import Conversation, Tool
 rng = random.Random(1)
 words = [f"word{chr(97 + n)}" for n in range(24)]
 tools = [Tool({"name": f"tool{n}", "description": " ".join(rng.sample(words, 6))}) for n in range(60)]
-pool = ToolPool(tools, [])
-print([[tool.name for tool in pool.draw_others(set(), " ".join(words), 8, random.Random(n))] for n in range(20)])
+pool = ToolPool()
+pool.add(Conversation((), tuple(tools)))
+print([[tool.name for tool in pool.draw_others([], " ".join(words), 8, random.Random(n))] for n in range(20)])
 """
 
 

@@ -55,6 +55,7 @@ def test_an_ended_run_of_another_config_is_refused_with_the_key(tmp_path: Path) 
         train_once(CONFIG, tmp_path / "run", ["optimizer.lr=1e-4", "seed=8"])
 
 
+@pytest.mark.thorough
 def test_ctrl_c_lets_the_training_save_and_the_same_command_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-c", TRAINING, str(CONFIG), str(run)]

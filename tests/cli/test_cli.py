@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from fctune.cli import main
 from fctune.data.check import make_report_schema
 from tests.conftest import REAL_DATA, ROOT, run_with_closed_pipe
 from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel
+from tests.warm_interpreter import warm_python
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 BAD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "robot", "content": "Hello."}]}
@@ -182,7 +182,7 @@ def test_score_bfcl_applies_the_leaderboards_rules(
 
 def test_the_command_can_be_run_as_a_module() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "fctune.cli", "score", "--help"], cwd=ROOT, capture_output=True, text=True
+        [warm_python(), "-m", "fctune.cli", "score", "--help"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0
     assert "bfcl" in done.stdout

@@ -15,21 +15,24 @@ import yaml
 from fctune.cli import main
 from tests.cli.processes import wait_until
 from tests.conftest import ROOT
+from tests.warm_interpreter import warm_python
 
-FCTUNE = [sys.executable, "-m", "fctune.cli"]
-TRAIN = [*FCTUNE, "train", "--config", "lora_tiny", "--nproc", "1"]
+TRAIN = ["-m", "fctune.cli", "train", "--config", "lora_tiny", "--nproc", "1"]
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 SMALL = [
     "data.sources.0.path=synthetic:train:300:1",
     "data.seq_len=512",
     "data.overlong=drop",
     "validation.every=0",
+    "data.validation_share=0.03",  # all of its rows are answered in the end
+    "global_batch_size=1",
+    "adapter.modules=[q_proj,v_proj]",
 ]
 
 
-def start(folder: Path, *arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, command: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*prefix, *TRAIN, *SMALL, "output_dir=run", *arguments],
+        [*(command or [warm_python()]), *TRAIN, *SMALL, "output_dir=run", *arguments],
         cwd=folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -39,7 +42,7 @@ def start(folder: Path, *arguments: str, prefix: tuple[str, ...] = ()) -> subpro
 
 
 def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = start(tmp_path, "max_steps=20", "checkpoint.every=0", prefix=("nohup",))
+    process = start(tmp_path, "max_steps=20", "checkpoint.every=0", command=("nohup", sys.executable))
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, 240)
     process.send_signal(signal.SIGHUP)  # its terminal closes, which nohup makes it ignore
@@ -59,6 +62,9 @@ def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path, m
     assert steps == list(range(1, 21))
     assert (tmp_path / "run" / "export" / "merged" / "model.safetensors").is_file()
 
+    found = json.loads((tmp_path / "run" / "run.json").read_text())["response_template"]
+    assert (found["origin"], found["note"], found["wrong"]) == ("fctune", "", [])
+    assert found["calls"] == found["read"] > 0  # every call of the held-out rows
     monkeypatch.chdir(tmp_path)
     assert "merged model: run/export/merged" in output
     assert "adapter: run/export/adapter" in output

@@ -15,6 +15,7 @@ import yaml
 from fctune.base.errors import ConfigError
 from fctune.config import key_hints
 from fctune.config.components import ALLOW_COMPONENTS, find_argument_problems, resolve_component
+from fctune.config.fields import SectionProblems
 from fctune.config.loading import compose_config, load_config, parse_config
 from fctune.config.schema import RunConfig
 from fctune.config.shipped import list_shipped_configs
@@ -243,7 +244,7 @@ def test_a_problem_of_one_section_does_not_hide_those_of_another(tmp_path: Path)
 def test_checking_a_config_leaves_it_unchanged(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, optimizer={"weight_decay": 0.1}))
     before = config.to_dict()
-    config.check("", [])
+    config.check("", SectionProblems())
     assert config.to_dict() == before
     assert config.optimizer == {"_component_": "torch.optim.AdamW", "lr": 2e-4, "weight_decay": 0.1}
 

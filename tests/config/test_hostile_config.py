@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from fctune.cli import main
 from fctune.config.components import ALLOW_COMPONENTS, resolve_component
 from fctune.config.loading import load_config
 from tests.conftest import ROOT, TINY_BASE
+from tests.warm_interpreter import warm_python
 
 BASE = f"""
 output_dir: runs/x
@@ -159,7 +159,7 @@ def test_a_component_is_imported_from_known_packages_only(
 def test_a_component_that_the_user_allows_reaches_the_check_and_the_ranks(package: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"{BASE}optimizer: {{_component_: planted.Mine, lr: 0.5}}\n")
-    check = [sys.executable, "-P", "-m", "fctune.cli", "config", "check", str(path)]
+    check = [warm_python(), "-P", "-m", "fctune.cli", "config", "check", str(path)]
     refused = subprocess.run(check, capture_output=True, text=True)
     assert refused.returncode == 2
     assert "--allow-component planted.Mine" in refused.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fctune.base.errors import ConfigError
+from fctune.config.fields import SectionProblems
 from fctune.config.loading import load_config
 from fctune.config.sections.grpo import GRPOConfig
 from fctune.config.sections.rollouts import ServerConfig, parse_environments
@@ -14,9 +15,9 @@ from tests.conftest import ROOT
 
 
 def find_problems(config: GRPOConfig) -> list[str]:
-    problems: list[str] = []
+    problems = SectionProblems()
     config.check("grpo", problems)
-    return problems
+    return problems.lines
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ CASES |= {
     "qwen3_4b_lora": Case(public("Qwen/Qwen3-4B-Instruct-2507"), 4_022_468_096, 66_060_288, *ALONE),
     "qwen3_8b_lora": Case(public("Qwen/Qwen3-8B"), 8_190_735_360, 87_293_952, *ALONE),
     "qwen3_32b_lora": Case(public("Qwen/Qwen3-32B"), 32_762_123_264, 268_435_456, 1, 8, ("ddp", 8, 1)),
+    "qwen3_5_0_8b_lora": Case(public("Qwen/Qwen3.5-0.8B"), 752_393_024, 21_645_312, *ALONE),
     "qwen3_5_4b_lora": Case(public("Qwen/Qwen3.5-4B"), 4_205_751_296, 64_929_792, *ALONE),
     "qwen3_30b_a3b_lora": Case(
         public("Qwen/Qwen3-30B-A3B-Instruct-2507"), 30_532_122_624, 26_738_688, 1, 8, ("ddp", 8, 1)
@@ -76,11 +77,15 @@ CASES |= {
     "gemma3_270m_dpo": Case(public("google/gemma-3-270m-it"), 268_098_176, 7_593_984, *ALONE),
     "gemma3_270m_grpo": Case(public("google/gemma-3-270m-it"), 268_098_176, 7_593_984, *ALONE),
     "llama3_1_8b_grpo": Case(LLAMA_8B, 8_030_261_248, 83_886_080, 1, 8, ("ddp", 8, 1)),
+    "functiongemma_270m_lora": Case(public("google/functiongemma-270m-it"), 268_098_176, 7_593_984, *ALONE),
+    "gemma4_e2b_lora": Case(public("google/gemma-4-E2B-it"), 4_628_569_344, 52_330_496, *ALONE),
     "gemma4_e4b_lora": Case(public("google/gemma-4-E4B-it"), 7_463_013_376, 77_332_480, *ALONE),
     "ministral3_8b_lora": Case(
         public("mistralai/Ministral-3-8B-Instruct-2512-BF16"), 8_489_553_920, 89_128_960, *ALONE
     ),
+    "granite4_350m_lora": Case(public("ibm-granite/granite-4.0-350m"), 352_379_904, 13_303_808, *ALONE),
     "granite4_micro_lora": Case(public("ibm-granite/granite-4.0-micro"), 3_402_836_480, 58_982_400, *ALONE),
+    "lfm2_5_350m_lora": Case(public("LiquidAI/LFM2.5-350M"), 354_483_968, 11_993_088, *ALONE),
     "smollm3_3b_lora": Case(public("HuggingFaceTB/SmolLM3-3B"), 3_075_098_624, 60_456_960, *ALONE),
     "llama3_2_1b_qlora": Case(public("meta-llama/Llama-3.2-1B-Instruct"), 1_235_814_400, 22_544_384, *ALONE),
 }

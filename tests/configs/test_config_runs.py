@@ -157,6 +157,28 @@ def test_a_warm_command_sees_what_a_new_interpreter_would_and_so_do_its_children
     assert seen == [["__main__", [role], "yes", str(tmp_path), True] for role in ("parent", "child")]
 
 
+# Ends by itself, by an exit code, a message, an error and a signal; and sees its arguments, its module and its exit.
+CODES = (
+    "import sys; print(__name__, sys.argv)",
+    "import sys; sys.exit(3)",
+    "import sys; sys.exit('no such file')",
+    "import atexit; atexit.register(print, 'the end'); 1 / 0",
+    "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "import os, sys; print(os.getcwd() in map(os.path.abspath, sys.path))",
+)
+
+
+def test_the_stand_in_runs_code_as_an_interpreter_does(warm: WarmPython, tmp_path: Path) -> None:
+    def outcome(python: str, *options: str) -> tuple[int, str, str]:
+        command = [python, *options, "word"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr.rpartition("\n  ")[2]
+
+    for code in CODES:
+        for options in (("-c", code), ("-P", "-c", code)):
+            assert outcome(str(warm.start()), *options) == outcome(sys.executable, *options), options
+
+
 def test_a_warm_command_is_killed_at_its_limit(warm: WarmPython, tmp_path: Path) -> None:
     with pytest.raises(TimeoutError):
         warm.run("warm_probe", ["sleep"], "slow", dict(os.environ), tmp_path, tmp_path / "log", 0.5)

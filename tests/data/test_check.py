@@ -56,13 +56,15 @@ def test_the_real_rows_have_the_known_counts() -> None:
     assert report.classes["no_tools"] == 109
     assert report.classes["no_tools"] + report.classes["no_call"] == 147
     assert report.classes["parallel"] == 0
-    assert set(kinds(report)) == {"wrong_type"}
+    assert set(kinds(report)) == {"wrong_type", "secret"}
 
 
 def test_defects_are_reported_with_file_line_and_pointer() -> None:
     report = check_sources([DEFECTS])
     lines = Path(DEFECTS).read_text("utf-8").split("\n")[:-1]
-    assert report.rows == len(lines) == report.conversations + report.defects
+    assert report.rows == report.conversations + report.defects
+    assert len(lines) == report.rows + sum(report.left_out.values())
+    assert report.left_out == {"answer_failed": 1}
     assert report.defects == sum(finding.count for finding in report.defect_kinds)
     assert not report.is_usable("fail")
     assert report.is_usable("skip")
@@ -90,8 +92,14 @@ def test_every_kind_of_warning_is_found(tmp_path: Path) -> None:
             "tools": [{"name": "f", "parameters": odd}],
         },
         {"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "x"}]},
+        make_row("My password: aB3xQ9z7kk, and I am jane@corp.org."),
     ]
-    report = check_sources([DEFECTS, write_rows(tmp_path / "more.jsonl", more)])
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]
+    request = {"max_tokens": 9, "stop_sequences": ["."]}  # of Anthropic's API
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    changed = [request | {"messages": turns}, request | {"messages": turns * 2, "tools": [tool]}]
+    paths = [DEFECTS, write_rows(tmp_path / "more.jsonl", more), write_rows(tmp_path / "changed.jsonl", changed)]
+    report = check_sources(paths, secrets=("secrets", "emails"))
     assert WARNING_KINDS.keys() - kinds(report).keys() == set()
 
 

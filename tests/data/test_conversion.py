@@ -121,7 +121,123 @@ def write_xlam(turns: Any) -> dict[str, Any]:
     return {"query": question, "answers": json.dumps(answers), "tools": json.dumps(TOOLS)}
 
 
+def write_table(turns: Any) -> dict[str, Any]:
+    question, calls, answer = turns[0]
+    called = {"tool": calls[0][0], "arguments": json.dumps(calls[0][1])} if calls else {"response": answer}
+    return {"query": question, **called, "tools": json.dumps(TOOLS)}
+
+
+def write_anthropic(turns: Any) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    for number, (question, calls, answer) in enumerate(turns):
+        messages.append({"role": "user", "content": question})
+        if calls:
+            used = [
+                {"type": "tool_use", "id": f"{number}_{i}", "name": name, "input": arguments}
+                for i, (name, arguments) in enumerate(calls)
+            ]
+            results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "{}"} for call in used]
+            messages += [{"role": "assistant", "content": used}, {"role": "user", "content": results[::-1]}]
+        messages.append({"role": "assistant", "content": answer})
+    tools = [{"name": t["name"], "description": t["description"], "input_schema": t["parameters"]} for t in TOOLS]
+    return {"max_tokens": 9, "stop_sequences": [], "messages": messages, "tools": tools}
+
+
+def write_responses(turns: Any) -> dict[str, Any]:
+    items: list[dict[str, Any]] = []
+    for number, (question, calls, answer) in enumerate(turns):
+        items.append({"role": "user", "content": question})
+        for i, (name, arguments) in enumerate(calls):
+            call = {"type": "function_call", "call_id": f"{number}_{i}", "name": name}
+            items.append({**call, "arguments": json.dumps(arguments)})
+        items += [
+            {"type": "function_call_output", "call_id": f"{number}_{i}", "output": "{}"} for i in range(len(calls))
+        ]
+        items.append({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": answer}]})
+    return {"input": items, "tools": [{"type": "function", **tool} for tool in TOOLS]}
+
+
+def write_gemini(turns: Any) -> dict[str, Any]:
+    contents: list[dict[str, Any]] = []
+    for question, calls, answer in turns:
+        contents.append({"role": "user", "parts": [{"text": question}]})
+        if calls:
+            used = [{"functionCall": {"name": name, "args": arguments}} for name, arguments in calls]
+            results = [{"functionResponse": {"name": name, "response": {}}} for name, _ in calls]
+            contents += [{"role": "model", "parts": used}, {"role": "user", "parts": results}]
+        contents.append({"role": "model", "parts": [{"text": answer}]})
+    return {"contents": contents, "tools": [{"functionDeclarations": TOOLS}]}
+
+
+def write_langchain(turns: Any) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    for number, (question, calls, answer) in enumerate(turns):
+        messages.append({"type": "human", "content": question})
+        if calls:
+            used = [{"name": name, "args": args, "id": f"{number}_{i}"} for i, (name, args) in enumerate(calls)]
+            messages.append({"type": "ai", "content": "", "tool_calls": used})
+            messages += [{"type": "tool", "content": "{}", "tool_call_id": call["id"]} for call in used]
+        messages.append({"type": "ai", "content": answer})
+    return {"messages": messages, "tools": TOOLS}
+
+
+def write_log(turns: Any) -> dict[str, Any]:
+    row = write_openai(turns, with_ids=True)
+    message = row["messages"].pop()
+    return {"trace_id": "t", "input": row, "output": message}
+
+
+def write_prompt_completion(turns: Any) -> dict[str, Any]:
+    messages = write_openai(turns)["messages"]
+    return {"prompt": messages[:1], "completion": messages[1:], "tools": TOOLS}
+
+
+def write_otel(turns: Any) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    for number, (question, calls, answer) in enumerate(turns):
+        messages.append({"role": "user", "parts": [{"type": "text", "content": question}]})
+        if calls:
+            used = [
+                {"type": "tool_call", "id": f"{number}_{i}", "name": name, "arguments": arguments}
+                for i, (name, arguments) in enumerate(calls)
+            ]
+            results = [{"type": "tool_call_response", "id": call["id"], "response": {}} for call in used]
+            messages += [{"role": "assistant", "parts": used}, {"role": "tool", "parts": results[::-1]}]
+        messages.append({"role": "assistant", "parts": [{"type": "text", "content": answer}]})
+    answered = {"gen_ai.input.messages": messages[:-1], "gen_ai.output.messages": messages[-1:]}
+    return {"attributes": {**answered, "gen_ai.tool.definitions": json.dumps(TOOLS)}}
+
+
+def write_atif(turns: Any) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = []
+    for number, (question, calls, answer) in enumerate(turns):
+        steps.append({"source": "user", "message": question})
+        if calls:
+            used = [
+                {"tool_call_id": f"{number}_{i}", "function_name": name, "arguments": arguments}
+                for i, (name, arguments) in enumerate(calls)
+            ]
+            results = [{"source_call_id": call["tool_call_id"], "content": "{}"} for call in used]
+            steps.append({"source": "agent", "message": "", "tool_calls": used, "observation": {"results": results}})
+        steps.append({"source": "agent", "message": answer})
+    return {"schema_version": "ATIF-v1.7", "agent": {"tool_definitions": TOOLS}, "steps": steps}
+
+
+def write_swe_trajectory(turns: Any) -> dict[str, Any]:
+    row = write_openai(turns)
+    return {"trajectory": row["messages"], "tools": row["tools"]}
+
+
 WRITERS: dict[str, Any] = {
+    "otel": write_otel,
+    "atif": write_atif,
+    "swe_trajectory": write_swe_trajectory,
+    "anthropic": write_anthropic,
+    "responses": write_responses,
+    "gemini": write_gemini,
+    "langchain": write_langchain,
+    "log": write_log,
+    "prompt_completion": write_prompt_completion,
     "openai": write_openai,
     "openai with ids": lambda turns: write_openai(turns, with_ids=True),
     "openai with text": lambda turns: write_openai(turns, as_objects=False),
@@ -130,11 +246,13 @@ WRITERS: dict[str, Any] = {
     "glaive": write_glaive,
     "toolace": write_toolace,
     "xlam": write_xlam,
+    "table": write_table,
 }
 
 
 def test_every_row_format_is_converted_here() -> None:
-    assert {name.split()[0] for name in WRITERS} == set(ROW_FORMATS)
+    sessions = {"claude_code", "codex"}  # several lines a conversation, without tools; test_traces.py converts them
+    assert {name.split()[0] for name in WRITERS} == set(ROW_FORMATS) - sessions
 
 
 def read(path: Path) -> list[Conversation]:

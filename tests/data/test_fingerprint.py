@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fctune.config.fields import KEEPS_PREPARED, Field, list_fields
-from fctune.config.sections.data import DataConfig, SourceConfig
+from fctune.config.sections.data import AugmentConfig, DataConfig, RedactConfig, ReplayConfig, SourceConfig
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs, fingerprint_source
 
 
@@ -81,6 +81,8 @@ CHANGES: dict[str, Any] = {
     "sources": [SourceConfig(path="synthetic:train:9:1")],
     "validation_share": 0.5,
     "max_samples": 3,
+    "augment": AugmentConfig(ask=0.5),
+    "replay": ReplayConfig(sources=[SourceConfig(path="synthetic:pretrain:9:1")]),
     "seq_len": 256,
     "pairs": True,
     "packed": False,
@@ -96,13 +98,15 @@ CHANGES: dict[str, Any] = {
     "special_tokens_in_content": "escape",
     "reasoning": "drop",
     "thinking": "rows",
+    "secrets": "ignore",
+    "redact": RedactConfig(kinds=["secrets", "emails"]),
     "prepared_dir": "elsewhere",
 }
 
 
 @pytest.mark.parametrize("key", list_fields(DataConfig), ids=lambda key: key.name)
 def test_every_data_key_changes_the_fingerprint_unless_it_is_annotated(key: Field, tiny_base: Path) -> None:
-    config = DataConfig(sources=[SourceConfig(path="synthetic:train:9:0")])
+    config = DataConfig(sources=[SourceConfig(path="synthetic:train:9:0")], secrets="redact")
     changed = replace(config, **{key.name: CHANGES[key.name]})
     assert changed != config
     is_same = fingerprint_inputs(changed, tiny_base) == fingerprint_inputs(config, tiny_base)
@@ -110,13 +114,42 @@ def test_every_data_key_changes_the_fingerprint_unless_it_is_annotated(key: Fiel
 
 
 @pytest.mark.parametrize(
-    "change", [{"weight": 2.0}, {"format": "openai"}, {"path": "synthetic:train:9:1"}, {"columns": {"a": "ignore"}}]
+    "change",
+    [
+        {"weight": 2.0},
+        {"format": "openai"},
+        {"path": "synthetic:train:9:1"},
+        {"columns": {"a": "ignore"}},
+        {"fold": "always"},
+        {"where": "score > 0"},
+        {"failed": "keep"},
+        {"wrong_turns": "train"},
+    ],
 )
 def test_every_key_of_a_source_changes_the_fingerprint(change: dict[str, Any], tiny_base: Path) -> None:
-    assert {field.name for field in fields(SourceConfig)} == {"path", "format", "weight", "columns"}
+    keys = {"path", "format", "weight", "columns", "fold", "where", "failed", "wrong_turns"}
+    assert {field.name for field in fields(SourceConfig)} == keys
     source = SourceConfig(path="synthetic:train:9:0")
     names = {fingerprint_inputs(DataConfig(sources=[one]), tiny_base)[0] for one in (source, replace(source, **change))}
     assert len(names) == 2
+
+
+def test_every_key_of_augment_and_replay_changes_the_fingerprint(tiny_base: Path) -> None:
+    source = SourceConfig(path="synthetic:train:9:0")
+    augment, replay = AugmentConfig(ask=0.5), ReplayConfig(sources=[SourceConfig(path="synthetic:pretrain:9:1")])
+    changes = {field.name: 0.25 for field in fields(AugmentConfig)} | {"max_tools": 4, "seed": 1}
+    configs = [DataConfig(sources=[source], augment=replace(augment, **{key: value})) for key, value in changes.items()]
+    for other in (replace(replay, share="20%"), replace(replay, sources=[source]), replay):
+        configs.append(DataConfig(sources=[source], augment=augment, replay=other))
+    names = {fingerprint_inputs(config, tiny_base)[0] for config in configs}
+    assert len(names) == len(configs)
+    same = [DataConfig(sources=[source], augment=AugmentConfig(ask=share)) for share in ("50%", 0.5, "0.5")]
+    assert len({fingerprint_inputs(config, tiny_base)[0] for config in same}) == 1
+
+
+def test_a_config_without_augment_and_replay_keeps_the_inputs_that_it_had(tiny_base: Path) -> None:
+    _, inputs = fingerprint_inputs(DataConfig(sources=[SourceConfig(path="synthetic:train:9:0")]), tiny_base)
+    assert not {"augment", "replay"} & inputs.keys()
 
 
 def test_template_switches_change_the_fingerprint(tiny_base: Path) -> None:

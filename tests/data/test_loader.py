@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from fctune.base.errors import DataError
 from fctune.config.sections.data import DataConfig, SourceConfig
-from fctune.data.encoding import Counts, encode_sources
+from fctune.data.chunk_encoder import Counts
+from fctune.data.encoding import encode_sources
 from fctune.data.loader import IGNORE, GlobalLoader
 from fctune.data.packing import pack_best_fit
 from fctune.data.prepared_set import PreparedSet, describe_counts, is_validation, open_prepared, prepare

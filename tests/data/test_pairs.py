@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,7 @@ from fctune.data.loader import GlobalLoader
 from fctune.data.pairs import Pair, PairReader, encode_pair
 from fctune.data.prepared_set import describe_counts, prepare
 from fctune.data.sources import Defect, UnreadRow
-from tests.pair_rows import make_pairs, write_pairs
-
-USER = {"role": "user", "content": "Weather in Oslo?"}
-ANSWER, OTHER = {"role": "assistant", "content": "Cold."}, {"role": "assistant", "content": "Warm."}
+from tests.pair_rows import ANSWER, BAD_SHAPES, OTHER, OTHER_SHAPES, PAIR, USER, make_pairs, write_pairs
 
 
 def make_config(model: Path, source: Path, **data: Any) -> RunConfig:
@@ -74,6 +72,24 @@ def test_a_bad_pair_is_named_in_one_sentence(row: Any, kind: str, words: str) ->
 def test_two_conversations_with_one_prompt_are_a_pair() -> None:
     implicit = read({"chosen": [USER, ANSWER], "rejected": [USER, OTHER]})
     assert implicit == read({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]})
+
+
+@pytest.mark.parametrize("shape", OTHER_SHAPES)
+def test_pairs_of_other_shapes_are_the_same_pair(shape: str) -> None:
+    pair = read(OTHER_SHAPES[shape])
+    assert isinstance(pair, Pair), pair
+    assert pair == read(PAIR)
+    assert pair.chosen.messages[0].calls[0].arguments == {"city": "Oslo"}
+
+
+@pytest.mark.parametrize(("shape", "change", "kind", "words"), BAD_SHAPES)
+def test_a_defect_of_another_shape_is_named_by_its_own_columns(
+    shape: str, change: dict[str, Any], kind: str, words: str
+) -> None:
+    defect = read(OTHER_SHAPES[shape] | change)
+    assert isinstance(defect, Defect), defect
+    assert defect.kind == kind
+    assert words in str(defect)
 
 
 def test_answers_follow_the_prompt_and_only_they_are_supervised(tiny_base: Path) -> None:
@@ -179,6 +195,4 @@ def test_supervised_training_names_the_rows_of_pairs(tmp_path: Path, tiny_base: 
 
 
 def _join(pair: Pair, key: str) -> Any:
-    from dataclasses import replace
-
     return replace(pair.prompt, messages=pair.prompt.messages + getattr(pair, key).messages)

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fctune.config.conditions import parse_conditions
 from fctune.data.conversation import Conversation
-from fctune.data.sources import Defect, RowReader, UnreadRow, has_reasoning_rows, parse_source, read_source
+from fctune.data.sources import Defect, RowReader, Selection, UnreadRow, has_reasoning_rows, parse_source, read_source
 from fctune.data.sources.arrow import holds_text
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.read_context import ReadContext
@@ -258,6 +259,7 @@ def test_rows_with_reasoning_are_found_without_reading_the_others(name: str, tmp
         file.write(json.dumps({**TEXT_ROWS, **CALL_ROWS}[name]) + "\n")
     assert has_reasoning_rows([(str(rows), "auto")])
     assert not has_reasoning_rows([(str(rows), "auto")], max_samples=2)
+    assert not has_reasoning_rows([(str(rows), "auto")], selection=Selection(parse_conditions("messages > 50")))
     assert sum(isinstance(row, Conversation) for row in read_source(str(rows))) == 3
 
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fctune.data.tracing import TracedTemplate
 from fctune.engines.local import LocalEngine
 from fctune.models.export import Prompting, copy_companions
 from tests.conftest import ROOT, TINY_BASE
+from tests.warm_interpreter import warm_python
 
 NAMES = ("hermes", "llama3", "pythonic")
 FORMATS = {"hermes": "hermes", "llama3": "llama3_json", "pythonic": "pythonic"}
@@ -426,7 +426,7 @@ def test_a_base_without_a_template_trains_and_its_export_is_evaluated(tmp_path: 
     base, run = copy_base(tmp_path / "base"), tmp_path / "run"
 
     def fctune(*arguments: str) -> str:
-        command = [sys.executable, "-m", "fctune.cli", *arguments]
+        command = [warm_python(), "-m", "fctune.cli", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout

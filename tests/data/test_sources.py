@@ -18,13 +18,17 @@ from fctune.data.check.warnings import WARNING_KINDS, iter_warnings
 from fctune.data.conversation import Conversation, Tool
 from fctune.data.sources import (
     DEFECT_KINDS,
+    LEFT_OUT_KINDS,
     NOTE_KINDS,
     ROW_FORMATS,
     Defect,
+    LeftOut,
     ParsedRow,
+    RowReader,
     describe_defects,
     parse_source,
     read_source,
+    scan_source,
 )
 from fctune.data.sources.defects import RowError
 from fctune.data.sources.read_context import ReadContext
@@ -45,11 +49,11 @@ def read(row: dict[str, Any], row_format: str = "auto") -> Conversation:
     return read_row(row, row_format, ReadContext()).conversation
 
 
-def fixture_rows() -> list[tuple[int, str, str, ParsedRow | Defect]]:
+def fixture_rows() -> list[tuple[int, str, str, ParsedRow | Defect | LeftOut]]:
     """Return the line, claim, expected kind and parsed row of each fixture row."""
-    rows = []
+    rows, reader = [], RowReader()
     lines = DEFECTS.read_text("utf-8").split("\n")[:-1]
-    for number, (line, row) in enumerate(zip(lines, parse_source(str(DEFECTS)), strict=True), start=1):
+    for number, (line, row) in enumerate(zip(lines, map(reader.read, scan_source(str(DEFECTS))), strict=True), start=1):
         try:
             row_value = json.loads(line)
             value = row_value["metadata"] if isinstance(row_value, dict) else row_value
@@ -61,16 +65,16 @@ def fixture_rows() -> list[tuple[int, str, str, ParsedRow | Defect]]:
     return rows
 
 
-def describe(row: ParsedRow | Defect) -> set[str]:
-    """Return the kind of the row's defect, or the kinds of its warnings and notes."""
-    if isinstance(row, Defect):
+def describe(row: ParsedRow | Defect | LeftOut) -> set[str]:
+    """Return the kind of the row's defect, or why it is left out, or the kinds of its warnings and notes."""
+    if isinstance(row, Defect | LeftOut):
         return {row.kind}
     return set(row.notes) | {warning.kind for warning in iter_warnings(row)}
 
 
 @pytest.mark.parametrize(("line", "claim", "expected", "row"), fixture_rows(), ids=lambda value: str(value)[:60])
 def test_every_known_defect_is_reported_as_its_kind(
-    line: int, claim: str, expected: str, row: ParsedRow | Defect
+    line: int, claim: str, expected: str, row: ParsedRow | Defect | LeftOut
 ) -> None:
     kinds = describe(row)
     if expected in ("ok", "duplicate"):
@@ -79,8 +83,10 @@ def test_every_known_defect_is_reported_as_its_kind(
     else:
         assert expected in kinds, claim
         assert isinstance(row, Defect) == (expected in DEFECT_KINDS), claim
-    source = row.conversation.source if isinstance(row, ParsedRow) else f"{row.file}:{row.line}"
-    assert source == f"{DEFECTS}:{line}"
+        assert isinstance(row, LeftOut) == (expected in LEFT_OUT_KINDS), claim
+    if not isinstance(row, LeftOut):
+        source = row.conversation.source if isinstance(row, ParsedRow) else f"{row.file}:{row.line}"
+        assert source == f"{DEFECTS}:{line}"
 
 
 def test_the_file_has_every_kind_of_defect_except_those_of_bytes_arrow_and_tokenizers() -> None:

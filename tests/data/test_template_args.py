@@ -10,6 +10,7 @@ import pytest
 
 from fctune.base.errors import ConfigError
 from fctune.cli.parser import Parser, add_template_args_argument
+from fctune.config.fields import SectionProblems
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.config.sections.model import ModelConfig
 from fctune.data.chat_template import ChatTemplate
@@ -102,9 +103,9 @@ def test_a_server_is_started_with_the_recorded_switches(base: Path) -> None:
 
 def test_switches_in_a_config_are_checked() -> None:
     def problems(**switches: Any) -> list[str]:
-        found: list[str] = []
+        found = SectionProblems()
         ModelConfig(path="hf:some/model", template_args=switches).check("model", found)
-        return found
+        return found.lines
 
     assert problems(enable_thinking=True, reasoning_effort="low", level=[1, {"a": None}]) == []
     assert problems(messages=[]) == [

@@ -20,9 +20,10 @@ from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data import bounded_process
 from fctune.data.bounded_process import LimitError
 from fctune.data.chat_template import ChatTemplate
+from fctune.data.chunk_encoder import Counts, EncodedChunk
 from fctune.data.conversation import Conversation, Message
 from fctune.data.conversation_encoder import TemplateLimitError
-from fctune.data.encoding import Counts, EncodedChunk, encode_sources
+from fctune.data.encoding import encode_sources
 from fctune.data.tracing import TracedTemplate
 
 HI = Conversation((Message("user", "Hi"),))

@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.warm_interpreter import warm_python
 
 PAGE = (ROOT / "docs" / "contributing.md").read_text()
 
@@ -74,9 +74,9 @@ def test_following_the_page_works(section: str, repository: Path) -> None:
         file = repository / block.title
         if block.title == "check":
             environment = os.environ | {"PYTHONPATH": str(repository), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(
-                [sys.executable, "-c", block.text], cwd=repository, env=environment, capture_output=True, text=True
-            )
+            environment["WARM_PYTHON_FRESH"] = "fctune recipes eval"  # which the copy has, too
+            command = [warm_python(), "-c", block.text]
+            done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
             assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
             checks += 1
         elif block.language == "diff":

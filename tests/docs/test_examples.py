@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,12 @@ from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import UnreadRow
 from fctune.tasks.environments.host import EnvironmentHost
 from tests.conftest import ROOT
+from tests.page_blocks import list_blocks
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 # Problems that a part of a config may have: files that are not here, keys that the rest of it has.
 _INCOMPLETE = ("no such file or directory", "missing; it has no default", "a run with grpo learns from its own answers")
 KEYS = {key.partition(".")[0] for key in key_hints.list_keys()}
-
-
-def list_blocks(page: Path, language: str) -> list[str]:
-    """Return the code blocks of a language, with or without a title."""
-    return re.findall(rf"^```{language}(?: title=.*?)?\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
 
 
 def test_the_environment_on_the_page_makes_tasks_that_its_own_calls_solve(tmp_path: Path) -> None:

@@ -15,13 +15,17 @@ from typing import Any
 
 import uvicorn
 from mcp.server import Server
-from mcp_types import ListToolsResult, Tool
+from mcp_types import CallToolResult, ListToolsResult, TextContent, Tool
 
 PAGES: dict[str | None, tuple[list[str], str | None]] = {
     None: (["add", "subtract"], "more"),
     "more": (["multiply"], None),
 }
 TOKEN = "the-token-of-the-test"
+
+
+def _configure(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1, lifespan="on")
 
 
 class McpServer:
@@ -56,9 +60,7 @@ class McpServer:
                 return
             await app(scope, receive, send)
 
-        self._server = uvicorn.Server(
-            uvicorn.Config(guarded, port=0, log_level="critical", timeout_graceful_shutdown=1, lifespan="on")
-        )
+        self._server = uvicorn.Server(_configure(guarded))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def start(self) -> None:
@@ -83,6 +85,35 @@ def serve_mcp(kind: str) -> Iterator[McpServer]:
         yield server
     finally:
         server.stop()
+
+
+@contextmanager
+def serve_tools(tools: list[Tool], call: Callable[[str, dict[str, Any]], str]) -> Iterator[str]:
+    """Run a real server of tools during the block, and yield its URL; ``call`` returns the text of a result."""
+
+    async def list_tools(context: Any, params: Any) -> ListToolsResult:
+        return ListToolsResult(tools=tools)
+
+    async def call_tool(context: Any, params: Any) -> CallToolResult:
+        try:
+            text, is_error = call(params.name, params.arguments or {}), False
+        except ValueError as error:
+            text, is_error = str(error), True
+        return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
+
+    app = Server("tools", on_list_tools=list_tools, on_call_tool=call_tool).streamable_http_app(json_response=True)
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1, lifespan="on")
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/mcp"
+    finally:
+        server.should_exit = True
+        thread.join(10)
 
 
 class RawHandler(BaseHTTPRequestHandler):

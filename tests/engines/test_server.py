@@ -427,6 +427,37 @@ def test_an_incomplete_stream_is_requested_again(pieces: list[str]) -> None:
         assert len(log.bodies) == 2
 
 
+def test_a_streamed_answer_is_put_together_as_clients_do() -> None:
+    """Calls in turn, their arguments in parts, reasoning apart, a limit; then a stream that breaks off at first."""
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, {"reasoning": "Hm"}, {"reasoning": "m."}]
+    for index, name in enumerate(("f", "g")):
+        deltas.append({"tool_calls": [{"index": index, "id": name, "function": {"name": name, "arguments": ""}}]})
+        deltas += [{"tool_calls": [{"index": index, "function": {"arguments": part}}]} for part in ('{"a"', ": 1}")]
+    events = [json.dumps({"choices": [{"delta": delta}]}) for delta in deltas]
+    events.append(json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}))
+    events.append(json.dumps({"choices": [], "usage": {"completion_tokens": 7}}))
+
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        assert body["stream"]
+        if number == 1:
+            handler.stream(json.dumps({"choices": [{"delta": {"tool_calls": [{"index": "x"}]}}]}), "[DONE]")
+        else:
+            handler.stream(*events[: 3 if number == 0 else None])
+
+    with serve(behave) as log:
+        engine = ServerEngine(log.url, retry_policy=QUICK, is_streamed=True)
+        (answer,) = engine.answer([Prompt(Conversation((Message("user", "Hi"),)), 4)])
+        assert len(log.bodies) == 3, "a stream without its end, and one with an unreadable call, are asked for again"
+    assert answer.error is None
+    assert answer.tool_calls is not None
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in answer.tool_calls] == [
+        ("f", '{"a": 1}'),
+        ("g", '{"a": 1}'),
+    ]
+    assert answer.reasoning is not None
+    assert (answer.reasoning.text, answer.num_tokens, answer.is_cut) == ("Hmm.", 7, True)
+
+
 def test_template_switches_are_sent_with_each_request() -> None:
     own = Conversation((Message("user", "Hi"),), template_args={"enable_thinking": True})
     plain = Conversation((Message("user", "Hi"),))

@@ -127,7 +127,7 @@ class VllmStandIn:
                 return 500, {"error": {"message": "EngineCore encountered an issue."}}
             if path == "/v1/completions" and self.fails_with is not None:
                 return self.fails_with[0], {"error": {"message": self.fails_with[1]}}
-        routes = {"/v1/completions": self._complete, "/tokenize": self._tokenize}
+        routes = {"/v1/completions": self._complete, "/tokenize": self._tokenize, "/detokenize": self._detokenize}
         if self.updates_at_run_time:
             routes |= {"/v1/load_lora_adapter": self._load, "/v1/unload_lora_adapter": self._unload}
         return routes[path](body) if path in routes else (404, {"detail": "Not Found"})
@@ -139,8 +139,28 @@ class VllmStandIn:
         return {"object": "list", "data": rows}
 
     def _tokenize(self, body: dict[str, Any]) -> tuple[int, Any]:
-        ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        if "messages" in body:
+            ids = self._render(body)
+        else:
+            ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
         return 200, {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids}
+
+    def _render(self, body: dict[str, Any]) -> list[int]:
+        messages = json.loads(json.dumps(body["messages"]))
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            messages,
+            tools=body.get("tools"),
+            add_generation_prompt=body["add_generation_prompt"],
+            return_dict=False,
+            **body.get("chat_template_kwargs", {}),
+        )
+        return ids
+
+    def _detokenize(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {"prompt": self.tokenizer.decode(body["tokens"])}
 
     def _load(self, body: dict[str, Any]) -> tuple[int, Any]:
         name, path = body["lora_name"], Path(body["lora_path"])
@@ -179,12 +199,20 @@ class VllmStandIn:
             return 400, {"error": {"message": said}}
         time.sleep(self.delay_s)
         self.is_answering.wait()
+        if "prompt_logprobs" in body:
+            return 200, {"choices": [{"index": 0, "text": "", "prompt_logprobs": self._score(model, prompt)}]}
         ids, logprobs, reason = self._sample(model, body)
         choice = {"index": 0, "text": self.tokenizer.decode(ids), "finish_reason": reason}
         choice |= {"token_ids": ids, "prompt_token_ids": prompt, "logprobs": {"token_logprobs": logprobs}}
         if (lie := self.choose_lie(body)) is not None and (spoiled := LIES[lie][1](choice)) is not None:
             return 200, spoiled
         return 200, {"id": "cmpl-1", "object": "text_completion", "model": name, "choices": [choice]}
+
+    def _score(self, model: Any, prompt: list[int]) -> list[Any]:
+        with torch.no_grad(), self.lock:
+            logprobs = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+        pairs = enumerate(prompt[1:])
+        return [None, *({str(i): {"logprob": float(logprobs[at, i]), "rank": 1}} for at, i in pairs)]
 
     def _sample(self, model: Any, body: dict[str, Any]) -> tuple[list[int], list[float], str]:
         generator = torch.Generator().manual_seed(body["seed"])

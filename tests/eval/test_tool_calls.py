@@ -107,7 +107,7 @@ def test_an_answer_in_place_of_expected_calls_is_what_is_expected(tmp_path: Path
         (["--model", "no/such"], "Pass a model directory"),
         (["--model", "http://127.0.0.1:9"], "Is the server up"),
         (["--cases", "no/such.jsonl"], "no such file"),
-        (["--suite", "smok"], "known: bfcl, smoke, synthetic"),
+        (["--suite", "smok"], "known: bfcl, ifeval, smoke, synthetic, when2call"),
         (["--suite", "smoke", "--categories", "singel"], "it has choice, no_call, parallel, single"),
         (["--format", "hermess"], "did you mean hermes?"),
         (["--adapter", "no/such"], "not an adapter"),
@@ -323,6 +323,7 @@ def test_categories_that_are_not_run_are_reported(tmp_path: Path, capsys: pytest
     assert "0.0%" not in next(line for line in printed.splitlines() if "memory_kv" in line)
 
 
+@pytest.mark.thorough
 @needs_wheel
 def test_multi_turn_cases_are_judged_and_never_drafted(
     tmp_path: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]

@@ -26,7 +26,9 @@ PHASES = ("step", "update", "stage", "write", "publish", "mark", "prune", "read"
 
 def make_shifted_recipe() -> Any:
     """Return a recipe with the data of the next step, as a cursor that is off by one after resuming would."""
+    from fctune.config.schema import RunConfig
     from fctune.data.loader import GlobalLoader, GlobalStep
+    from fctune.training.planned_run import PreparedRows
     from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 
     class ShiftedLoader(GlobalLoader):
@@ -34,8 +36,9 @@ def make_shifted_recipe() -> Any:
             return dataclasses.replace(super().step_at(step + 1), step=step)
 
     class ShiftedRecipe(LoRAFunctionCallingRecipe):
-        def build_loader(self) -> GlobalLoader:
-            return ShiftedLoader(self.prepared, "train", self.config.global_batch_size, self.config.seed)
+        def open_data(self) -> tuple[RunConfig, PreparedRows]:
+            config, rows = super().open_data()
+            return config, PreparedRows(ShiftedLoader(rows.prepared, "train", config.global_batch_size, config.seed))
 
     return ShiftedRecipe
 
@@ -77,7 +80,7 @@ def differences(run: Path, reference: Path, tolerance: float) -> list[str]:
 
 def arguments_for(run: Path, model: Path, rows: Path, *overrides: str, config: str = LORA) -> list[str]:
     """Return the command line of 12 steps in float64, in which any number of ranks agrees to 1e-9."""
-    adapter = ("adapter.rank=2", "adapter.dropout=0.1") if config == LORA else ()
+    adapter = ("adapter.rank=2", "adapter.dropout=0.1", "adapter.modules=[q_proj,down_proj]") if config == LORA else ()
     return [
         *("--config", config, f"output_dir={run}", f"model.path={model}", "precision=fp64"),
         *(f"data.sources.0.path={rows}", "data.seq_len=512", "data.validation_share=0", "max_steps=12", "epochs=99"),

@@ -325,6 +325,7 @@ def make_replay_recipe() -> Any:
     """Return a recipe that trains on the answers in the log ``../log.jsonl`` of its run, and generates none."""
     from fctune.tasks.rollouts import Rollout
     from fctune.tasks.sampling.collection import RolloutBatch
+    from fctune.training.planned_run import PlannedRun
     from fctune.training.rollout_source import RolloutSource
     from recipes.lora_grpo_distributed import LoRAPolicyRecipe
 
@@ -343,11 +344,12 @@ def make_replay_recipe() -> Any:
             return batch
 
     class ReplayRecipe(LoRAPolicyRecipe):
-        def open_source(self) -> RolloutSource:
+        def open_source(self, planned: PlannedRun) -> RolloutSource:
+            tasks, order, make_bounds = planned.data.tasks, planned.data.order, planned.model.make_bounds
             return ReplaySource(
-                *(self.config, self.tasks, self.order, None, self.world, self.model.make_bounds, lambda version: None),
+                *(planned.config, tasks, order, None, self.world, make_bounds, lambda version: None),
                 log=self.run.directory.rollouts,
-                num_steps=self.num_steps,
+                num_steps=planned.num_steps,
             )
 
     return ReplayRecipe

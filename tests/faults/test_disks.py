@@ -20,6 +20,7 @@ from fctune.checkpoint.store import CheckpointStore, verify
 from tests.conftest import ROOT
 from tests.faults.groups import Ended, Fault, run_group
 from tests.faults.harness import arguments_for, differences, final_weights, read_metrics
+from tests.warm_interpreter import warm_python
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -145,7 +146,7 @@ def test_a_disk_without_room_for_the_plan_is_refused_with_numbers(
     assert not (small / "run" / "run.json").exists()
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_save_that_hangs_ends_the_run_within_its_limit(is_async: bool, start: Start, tmp_path: Path) -> None:
     run = tmp_path / "run"
     seconds = "checkpoint.save_timeout_s=3", f"checkpoint.async_save={is_async}".lower()
@@ -164,6 +165,7 @@ def test_a_save_that_hangs_ends_the_run_within_its_limit(is_async: bool, start: 
     assert start().codes == (0,)
 
 
+@pytest.mark.thorough
 def test_a_report_that_hangs_does_not_keep_the_process(start: Start, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "stacks").mkdir(parents=True)
@@ -203,10 +205,10 @@ def run_as_root(*command: str) -> None:
         pytest.skip(f"{command[0]} needs root on Linux: {done.stderr.strip()}")
 
 
-def train(run: Path, inputs: tuple[Path, Path], *overrides: str) -> subprocess.Popen[str]:
+def train(run: Path, inputs: tuple[Path, Path], *overrides: str, python: str | None = None) -> subprocess.Popen[str]:
     """Start ``fctune train``; its output is what the user sees."""
     config, *settings = arguments_for(run, *inputs, *overrides)[1:]
-    command = [sys.executable, "-m", "fctune.cli", "train", config, *settings, "--nproc", "1"]
+    command = [python or warm_python(), "-m", "fctune.cli", "train", config, *settings, "--nproc", "1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -236,6 +238,7 @@ def fill(folder: Path) -> None:
             pass
 
 
+@pytest.mark.thorough
 def test_a_run_on_a_file_system_that_fills_up_keeps_its_last_good_step(
     inputs: tuple[Path, Path], reference: Path, tmpfs: Callable[[str], Path]
 ) -> None:
@@ -260,6 +263,7 @@ def test_a_run_on_a_file_system_that_fills_up_keeps_its_last_good_step(
     assert [metrics["step"] for metrics in read_metrics(run)] == list(range(1, 13))
 
 
+@pytest.mark.thorough
 def test_the_end_of_a_run_on_a_full_file_system_goes_to_the_other_disk(
     inputs: tuple[Path, Path], reference: Path, tmpfs: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -281,6 +285,7 @@ def test_the_end_of_a_run_on_a_full_file_system_goes_to_the_other_disk(
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
+@pytest.mark.thorough  # waits for its limits
 def test_a_disk_that_hangs_ends_the_command_within_a_minute_of_its_limit(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -298,7 +303,7 @@ def test_a_disk_that_hangs_ends_the_command_within_a_minute_of_its_limit(
 
     try:
         # A thread that writes to a frozen file system cannot even be killed, but keeps no pipe open.
-        process = train(run, inputs, "checkpoint.save_timeout_s=5")
+        process = train(run, inputs, "checkpoint.save_timeout_s=5", python=sys.executable)
         when_saved(run, "checkpoint-2", freeze)
         output = process.communicate(timeout=300)[0]
         assert frozen_at, output

@@ -101,7 +101,7 @@ def test_a_data_cursor_that_is_off_by_one_is_detected(
     ("phase", "count"),
     [
         ("write", 3),
-        ("prune", 1),
+        pytest.param("prune", 1, marks=pytest.mark.thorough),
         *(
             pytest.param(*when, marks=pytest.mark.slow)
             for when in (("step", 6), ("update", 7), ("stage", 3), ("publish", 3))

@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 # From the bottom up: a room may import from its tier, not in a circle, and from the tiers before it.
@@ -130,6 +132,76 @@ def test_modules_of_a_room_import_each_other_in_no_circle() -> None:
         found = imported_modules(file)
         imports[name] = {one if one in names else one.rpartition(".")[0] for one in found}.intersection(names) - {name}
     assert find_circle(imports) == []
+
+
+# Files that decide by the words of other projects' messages, which have no code; each says so in a comment.
+_FOREIGN_WORDS = {
+    "fctune/engines/policy_server.py",
+    "fctune/engines/server.py",
+    "fctune/training/out_of_memory.py",
+    "fctune/training/peers.py",
+}
+
+
+def find_decisions_by_words(tree: ast.AST) -> list[str]:
+    """Return the comparisons of a message, ``str(error)``, with words: ``in``, ``startswith`` and patterns."""
+    found = []
+    for node in ast.walk(tree):
+        sides: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("startswith", "endswith"):
+                sides = [node.func.value]
+            elif node.func.attr in ("search", "match", "fullmatch"):
+                sides = node.args
+        if any(ast.unparse(one) in ("str(error)", "str(exc)", "str(e)") for one in sides):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_code_decides_by_kinds_and_not_by_the_words_of_an_error() -> None:
+    found = {
+        str(file.relative_to(ROOT)): decisions
+        for file in (ROOT / "fctune").rglob("*.py")
+        if (decisions := find_decisions_by_words(ast.parse(file.read_text())))
+    }
+    assert found.keys() <= _FOREIGN_WORDS, found
+
+
+@pytest.mark.parametrize(
+    "code", ["'no space' in str(error)", "str(error).startswith('no')", "PATTERN.search(str(error))"]
+)
+def test_planted_decisions_by_words_are_found(code: str) -> None:
+    assert find_decisions_by_words(ast.parse(f"if {code}: pass"))
+
+
+def find_late_attributes(tree: ast.AST) -> list[str]:
+    """Return the attributes that a method sets and the constructor of the class does not."""
+    found = []
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        methods = {method.name: method for method in kind.body if isinstance(method, ast.FunctionDef)}
+        own = list_set_attributes(methods.pop("__init__")) if "__init__" in methods else set()
+        fields = {ast.unparse(field.target) for field in kind.body if isinstance(field, ast.AnnAssign)}
+        late = {name for method in methods.values() for name in list_set_attributes(method)} - own - fields
+        found += [f"{kind.name}.{name}" for name in sorted(late)]
+    return found
+
+
+def list_set_attributes(function: ast.FunctionDef) -> set[str]:
+    nodes = (node for node in ast.walk(function) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return {node.attr for node in nodes if ast.unparse(node.value) == "self"}
+
+
+def test_training_sets_every_attribute_when_an_object_is_made() -> None:
+    found = {
+        file.name: late
+        for file in (ROOT / "fctune" / "training").rglob("*.py")
+        if (late := find_late_attributes(ast.parse(file.read_text())))
+    }
+    assert not found, found
+    planted = "class A:\n def __init__(self): self.x = 1\n def run(self): self.x, self.y = 2, 3"
+    assert find_late_attributes(ast.parse(planted)) == ["A.y"]
 
 
 def test_every_room_has_a_tier() -> None:

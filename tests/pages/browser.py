@@ -7,7 +7,9 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +50,51 @@ class PageState:
 
 
 def open_page(page: Path, width: int = 1100, dark: bool = False, act: str = "") -> PageState:
-    """Open a page in a frame of ``width``, run the script ``act`` after the page's own, and return its state.
+    """Open a page in a frame of ``width``, run the script ``act`` after the page's own, and return its state."""
+    (state,) = open_page_often(page, [width], dark, [act])
+    return state
 
-    The frame is an iframe, since a headless window cannot be narrower than 500 pixels.
+
+def open_page_often(
+    page: Path, widths: Sequence[int] = (1100,), dark: bool = False, acts: Sequence[str] = ("",)
+) -> list[PageState]:
+    """Open a page at each width with each script, by one browser, which takes a second to start.
+
+    The frames are iframes, since a headless window cannot be narrower than 500 pixels. Each state has all messages.
     """
-    copy = page.with_name(f"{page.stem}-probed.html")
-    copy.write_text(page.read_text("utf-8").replace("<body>", f"<body>{_PROBE.replace('ACT', act)}", 1), "utf-8")
+    frames = []
+    for number, (width, act) in enumerate(product(widths, acts)):
+        copy = page.with_name(f"{page.stem}-probed-{number}.html")
+        copy.write_text(page.read_text("utf-8").replace("<body>", f"<body>{_PROBE.replace('ACT', act)}", 1), "utf-8")
+        frames.append(f'<iframe src="{copy.name}" width="{width}" height="900" style="border:0"></iframe>')
     frame = page.with_name(f"{page.stem}-frame.html")
     frame.write_text(
-        f'<!doctype html><body style="margin:0"><iframe id="f" src="{copy.name}" width="{width}" height="900" '
-        'style="border:0"></iframe><script>setInterval(() => { const probe = f.contentDocument?.body?.dataset.probe;'
-        "if (probe) document.body.dataset.probe = probe; }, 50);</script>"
+        f'<!doctype html><body style="margin:0">{"".join(frames)}<script>setInterval(() => {{'
+        'const probes = [...document.querySelectorAll("iframe")].map((f) => f.contentDocument?.body?.dataset.probe);'
+        "if (probes.every(Boolean)) document.body.dataset.probe = `[${probes}]`; }, 50);</script>"
     )
     result = _run(frame, ["--dump-dom", "--allow-file-access-from-files"], 1200, dark)
     match = re.search(r'data-probe="([^"]*)"', result.stdout)
     assert match, f"the page's script did not finish:\n{result.stderr[-2000:]}"
     console = [line for line in result.stderr.splitlines() if ":CONSOLE" in line]
-    return PageState(json.loads(html.unescape(match.group(1))), console)
+    return [PageState(probe, console) for probe in json.loads(html.unescape(match.group(1)))]
+
+
+def check_fit(page: Path, act: str = "") -> list[PageState]:
+    """Check that a page fits a screen and a phone, in light and dark, without errors or requests; return its states."""
+    states = []
+    for dark in (False, True):
+        for width, state in zip((1100, 390), open_page_often(page, (1100, 390), dark, (act,)), strict=True):
+            assert state.console == []
+            assert state.probe["violations"] == state.probe["resources"] == []
+            assert state.probe["width"] == width
+            assert state.probe["scroll_width"] <= width
+            assert state.probe["cut_tables"] == 0
+            assert state.probe["theme"] == ("dark" if dark else "light")
+            assert state.probe["background"] == ("rgb(20, 22, 26)" if dark else "rgb(247, 247, 245)")
+            assert all(state.probe["inked"])
+            states.append(state)
+    return states
 
 
 def take_screenshot(page: Path, image: Path, width: int = 1100, height: int = 1600, dark: bool = False) -> None:

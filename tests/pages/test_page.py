@@ -29,7 +29,7 @@ from fctune.pages.page import (
     Table,
     Text,
 )
-from tests.pages.browser import needs_chromium, open_page, take_screenshot
+from tests.pages.browser import check_fit, needs_chromium, open_page, take_screenshot
 
 DEFECTS = Path(__file__).parents[1] / "data" / "fixtures" / "defects.jsonl"
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;'
@@ -110,18 +110,9 @@ def test_a_chart_accepts_gaps_but_no_nan() -> None:
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [1100, 390])
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_page_draws_its_charts_and_loads_nothing(data_page: Path, width: int, dark: bool) -> None:
-    state = open_page(data_page, width, dark)
-    assert state.console == []
-    assert state.probe["violations"] == state.probe["resources"] == []
-    assert state.probe["width"] == width
-    assert state.probe["scroll_width"] <= width
-    assert state.probe["theme"] == ("dark" if dark else "light")
-    assert state.probe["background"] == ("rgb(20, 22, 26)" if dark else "rgb(247, 247, 245)")
-    assert len(state.probe["inked"]) == int(state.probe["ready"]) >= 4
-    assert all(state.probe["inked"])
+def test_the_page_draws_its_charts_and_loads_nothing(data_page: Path) -> None:
+    for state in check_fit(data_page):
+        assert len(state.probe["inked"]) == int(state.probe["ready"]) >= 4
 
 
 @needs_chromium
@@ -154,27 +145,24 @@ def test_a_line_chart_with_gaps_is_drawn(tmp_path: Path) -> None:
     assert state.probe["inked"] == [True]
 
 
-TICKS = """const [{ scales: { y } }] = Object.values(Chart.instances);
-document.querySelector("main").prepend(JSON.stringify(y.ticks.map((tick) => tick.label).filter(Boolean)));"""
+TICKS = """const labels = ({ scales: { y } }) => y.ticks.map((tick) => tick.label).filter(Boolean);
+document.querySelector("main").prepend(JSON.stringify(Object.values(Chart.instances).map(labels)));"""
 
 
 @needs_chromium
-@pytest.mark.parametrize(
-    ("values", "is_log", "due"),
-    [
+def test_ticks_have_readable_labels(tmp_path: Path) -> None:
+    cases: list[tuple[list[float], bool, list[str]]] = [
         ([0.0, 2e-5], False, ["0", "5e-6", "1e-5", "1.5e-5", "2e-5", "2.5e-5"]),  # a learning rate
         ([0.0, 2e-3], False, [f"{n / 5000:g}" for n in range(11)]),
         ([0.03, 6.8], True, ["0.05", "0.1", "0.2", "0.5", "1", "2", "5"]),
         ([0.0, 16000.0], False, [f"{n:,}" for n in range(0, 16001, 2000)]),
-    ],
-)
-def test_ticks_have_readable_labels(values: list[float], is_log: bool, due: list[str], tmp_path: Path) -> None:
+    ]
     page = Page("Ticks")
-    chart = Chart("lines", [1, 2], [Series("x", values)], "step", is_log=is_log)
-    page.add_section("", chart)
+    for values, is_log, _ in cases:
+        page.add_section("", Chart("lines", [1, 2], [Series("x", values)], "step", is_log=is_log))
     page.write(tmp_path / "ticks.html")
     (shown, *_) = open_page(tmp_path / "ticks.html", act=TICKS).probe["text"].splitlines()
-    assert json.loads(shown) == due
+    assert json.loads(shown) == [due for _, _, due in cases]
 
 
 @needs_chromium

@@ -143,7 +143,8 @@ def test_a_block_that_is_compiled_too_often_fails_the_run(
 
 
 # Families whose blocks differ in kind; the others are compiled in slow tests.
-_QUICK = ("qwen3", "gemma3_text", "smollm3", "qwen3_moe", "qwen3_5_text", "granitemoehybrid", "nemotron_h")
+_QUICK = ("gemma3_text", "qwen3_moe", "granitemoehybrid")
+_THOROUGH = ("qwen3", "smollm3", "qwen3_5_text", "nemotron_h")
 _FAMILIES = dict.fromkeys([*FAMILIES, *MODEL_TYPES, *HYBRIDS, "ministral3"])
 _DEPTH = 20
 
@@ -225,8 +226,10 @@ def list_deep_models() -> Iterator[Any]:
         for source in ("transformers", "torchtune") if model_type == "llama" else ("transformers",):
             for adapter, fraction in ((lora, 0.5), (None, 0.0), (lora, 0.0), (None, 0.5)):
                 name = f"{model_type}-{source}-{'full' if adapter is None else 'lora'}-{fraction:g}"
-                is_quick = (model_type in _QUICK or source == "torchtune") and adapter is not None and fraction
-                marks = [] if is_quick else [pytest.mark.slow]
+                is_typical = adapter is not None and fraction
+                is_further = model_type in _THOROUGH or source == "torchtune"
+                marks = [pytest.mark.slow] if not (is_typical and (model_type in _QUICK or is_further)) else []
+                marks += [pytest.mark.thorough] if is_typical and is_further else []
                 yield pytest.param(model_type, source, adapter, fraction, id=name, marks=marks)
 
 

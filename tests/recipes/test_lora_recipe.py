@@ -56,7 +56,8 @@ def test_starting_over_keeps_the_earlier_run(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_contains_adapters_and_their_optimizer_and_little_else(tmp_path: Path) -> None:
-    assert run_ranks(run_on_rank, 2, arguments_for(tmp_path, "checkpoint.every=1"))[0]["code"] == 0
+    overrides = ("checkpoint.every=1", "adapter.modules=all-linear")
+    assert run_ranks(run_on_rank, 2, arguments_for(tmp_path, *overrides))[0]["code"] == 0
     adapter = load_file(tmp_path / "run" / "export" / "adapter" / "adapter_model.safetensors")
     needed = sum(tensor.numel() for tensor in adapter.values()) * 4 * 3  # float32: weights and AdamW's two moments
     folder = tmp_path / "run" / "checkpoints" / "checkpoint-1"
@@ -179,6 +180,7 @@ def test_a_run_whose_steps_were_all_skipped_is_not_completed(tmp_path: Path) -> 
     assert "not finite in all of 2 steps" in exit_json["reason"]
 
 
+@pytest.mark.thorough
 def test_the_launcher_runs_two_ranks(tmp_path: Path) -> None:
     done = tune_run("--nproc_per_node", "2", "recipes/lora_fc_distributed", *arguments_for(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -192,6 +194,7 @@ def test_wrong_input_is_reported_once_under_the_launcher(tmp_path: Path) -> None
     assert (failed.stdout + failed.stderr).count("epochs=0: expected 1 or more") == 1
 
 
+@pytest.mark.thorough
 def test_tune_run_without_nproc_runs_one_process(tmp_path: Path) -> None:
     done = tune_run("recipes/lora_fc_distributed", *arguments_for(tmp_path), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr

@@ -11,8 +11,9 @@ import pytest
 
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.chat_template import ChatTemplate
+from fctune.data.chunk_encoder import Counts
 from fctune.data.conversation import Conversation, Message
-from fctune.data.encoding import Counts, encode_sources
+from fctune.data.encoding import encode_sources
 from fctune.data.synthetic import iter_conversations
 from fctune.engines.local import LocalEngine
 from tests.ranks import run_ranks

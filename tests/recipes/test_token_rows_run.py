@@ -116,7 +116,9 @@ def test_added_tokens_train_and_are_exported(tmp_path: Path, tiny_base: Path, ki
 
 
 def test_added_tokens_and_an_adapter_on_the_head_are_rejected(tmp_path: Path) -> None:
-    result = run_ranks(run_on_rank, 1, arguments_for(tmp_path, "model.add_tokens=[<call>]"))[0]
+    result = run_ranks(
+        run_on_rank, 1, arguments_for(tmp_path, "model.add_tokens=[<call>]", "adapter.modules=[lm_head]")
+    )[0]
     assert result["code"] == 2
     assert "model.add_tokens: rows of lm_head cannot train along with its LoRA adapter" in result["err"]
 

@@ -64,10 +64,11 @@ def test_gpu_hours_exclude_the_time_between_restarts(tmp_path: Path) -> None:
 
 def test_the_end_of_a_segment_survives_its_restart(tmp_path: Path) -> None:
     directory = start(tmp_path / "run", hours_ago=1)
-    directory.finish(1, "rank 3: OutOfMemoryError: CUDA out of memory.", 10)
+    reason = "rank 3: OutOfMemoryError: CUDA ran out."
+    directory.finish(1, reason, 10, is_crash=True, is_out_of_memory=True)
     resume(tmp_path / "run", 5, world_size=8).finish(0, "completed", 5)
     record = read_run(tmp_path / "run")
-    assert record.segments[0].exit == {"code": 1, "reason": "rank 3: OutOfMemoryError: CUDA out of memory."}
+    assert record.segments[0].exit == {"code": 1, "reason": reason, "is_out_of_memory": True}
     criteria = {criterion.name: criterion for criterion in judge_run(record)}
     assert criteria["no out-of-memory"].status == "FAIL"
     assert "rank 3" in criteria["no out-of-memory"].detail

@@ -250,6 +250,7 @@ def test_a_record_is_cleared_when_a_new_run_replaces_the_directory(tmp_path: Pat
     assert watching.metrics.steps == [1, 2, 3]
 
 
+@pytest.mark.thorough
 def test_two_hundred_thousand_steps_are_read_and_reported_in_seconds(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 1)
     template: dict[str, Any] = next(make_steps(2, 2))

@@ -132,6 +132,13 @@ def test_out_of_memory_is_detected_in_the_exit_reason(code: int | None, reason: 
     assert judge(tmp_path / "run")["no out-of-memory"].status == due
 
 
+@pytest.mark.parametrize("ran_out", [True, False])
+def test_a_crash_says_whether_memory_ran_out_and_its_words_do_not(ran_out: bool, tmp_path: Path) -> None:
+    reason = "rank 3: RuntimeError: x" if ran_out else "rank 3: ValueError: 'out of memory' is no column"
+    make_run(tmp_path / "run", 10, code=None).finish(1, reason, 10, is_crash=True, is_out_of_memory=ran_out)
+    assert judge(tmp_path / "run")["no out-of-memory"].status == ("FAIL" if ran_out else "PASS")
+
+
 def test_peak_memory_must_be_within_a_range_of_the_gpus_memory(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 100)  # 1.1 GiB at most on rank 0, 1.11 on another
     for device_gib, low, high in ((1.5, "PASS", "PASS"), (2.0, "FAIL", "PASS"), (1.2, "PASS", "FAIL")):

@@ -95,6 +95,7 @@ def history_of(records: list[Any]) -> list[dict[str, Any]]:
     return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in rows]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_wandb_account")
 def test_wandb_has_every_step_and_alert_in_one_run_after_a_restart(tmp_path: Path) -> None:
     config, handler = WandbConfig(project="calls", mode="offline"), signal.getsignal(signal.SIGTERM)
@@ -141,6 +142,7 @@ def test_wandb_without_a_network_continues_offline_and_writes_its_key_nowhere(
     assert KEY not in warnings.text
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_wandb_account")
 def test_wandb_sync_uploads_what_was_written_offline(tmp_path: Path) -> None:
     config, folder = WandbConfig(project="calls", mode="offline"), tmp_path / "run"
@@ -207,6 +209,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.thorough  # waits until the services have written
 @pytest.mark.usefixtures("no_wandb_account")
 def test_a_kill_loses_no_steps_written_seconds_before(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from fctune.training.env_overrides import resolve_launch
 from tests.conftest import ROOT
 from tests.ranks import find_port
 from tests.sky.task_files import SKY, load
+from tests.warm_interpreter import warm_python
 
 TINY = str(ROOT / "configs" / "tiny_lora.yaml")
 FULL = str(ROOT / "configs" / "tiny_full.yaml")
@@ -40,7 +40,7 @@ def copy_with_recorder(folder: Path) -> Path:
     for name, text in {
         "tune": recorder,
         "scontrol": nodes,
-        "python": f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n',
+        "python": f'#!/usr/bin/env bash\nexec {warm_python()} "$@"\n',
     }.items():
         (tools / name).write_text("\n".join(line.strip() for line in text.splitlines()) + "\n")
         (tools / name).chmod(0o755)
@@ -81,7 +81,7 @@ def skip_preflight(script: Path, environment: dict[str, str]) -> None:
     known.write_text(launch.to_shell(0))
     python.write_text(
         "#!/usr/bin/env bash\n"
-        f'if [ "$2" != fctune.cli ]; then exec {sys.executable} "$@"; fi\n'
+        f'if [ "$2" != fctune.cli ]; then exec {warm_python()} "$@"; fi\n'
         'while [ "$1" != --launch ]; do shift; done\n'
         f'cp {known} "$2"\n'
     )

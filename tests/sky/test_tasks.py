@@ -26,58 +26,25 @@ from tests.sky.task_files import (
     name_of,
 )
 
-
-def ask_skypilot(home: Path, code: str, *arguments: str, **more: str) -> str:
-    done = run_skypilot(home, code, *arguments, **more)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_skypilot_accepts_every_task(skypilot_home: Path) -> None:
-    code = """
-import json, sys, sky
-found = {}
-for path in sys.argv[1:]:
+# SkyPilot takes seconds to start, so one process checks everything.
+ASK_SKYPILOT = """
+import json, shlex, sys
+import click, sky, yaml
+from sky.client.cli.command import cli
+from sky.task import get_plaintext_envs_and_secrets
+from sky.volumes.volume import Volume
+given = json.loads(sys.argv[1])
+found = {"tasks": {}, "volumes": {}, "refused": [], "tokens": []}
+for path in given["tasks"]:
     task = sky.Task.from_yaml(path)
     task.validate()
     (resources,) = task.resources
-    found[path] = [task.num_nodes, resources.accelerators, list(task.secrets)]
-print(json.dumps(found))
-"""
-    found = json.loads(ask_skypilot(skypilot_home, code, *map(str, TASKS)).splitlines()[-1])
-    assert found[str(SKY / "finetune.yaml")] == [2, {"H100": 8}, []]
-    assert len(found) == len(TASKS) >= 5
-
-
-def test_skypilot_accepts_every_volume(skypilot_home: Path) -> None:
-    code = """
-import json, sys, yaml
-from sky.volumes.volume import Volume
-found = {}
-for path in sys.argv[1:]:
+    found["tasks"][path] = [task.num_nodes, resources.accelerators, list(task.secrets)]
+for path in given["volumes"]:
     volume = Volume.from_yaml_config(yaml.safe_load(open(path)))
     volume.validate()
-    found[volume.name] = [int(volume.size), volume.config["access_mode"]]
-print(json.dumps(found))
-"""
-    found = json.loads(ask_skypilot(skypilot_home, code, *map(str, VOLUMES)).splitlines()[-1])
-    assert found == {"fctune-shared": [2000, "ReadWriteMany"], "fctune-network": [2000, "ReadWriteOnce"]}
-
-
-def test_skypilot_accepts_every_documented_command(skypilot_home: Path) -> None:
-    commands = [
-        segment.strip().translate({ord("["): None, ord("]"): None})
-        for path in [*TASKS, *VOLUMES, SKY / "README.md", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-        for line in re.findall(r"(?:^#   |`|^\$ )(sky [^`\n]+)", path.read_text(), re.M)
-        for segment in re.split(r"&&|;(?=[^']*$)|, then ", line)
-        if segment.strip().startswith("sky ")
-    ]
-    assert len(commands) > 35
-    code = """
-import shlex, sys
-import click
-from sky.client.cli.command import cli
-for line in sys.argv[1:]:
+    found["volumes"][volume.name] = [int(volume.size), volume.config["access_mode"]]
+for line in given["commands"]:
     name, *words = shlex.split(line, comments=True)
     command, context = cli, None
     while isinstance(command, click.Group):
@@ -87,11 +54,36 @@ for line in sys.argv[1:]:
     try:
         command.make_context(name, list(words), parent=context)
     except click.ClickException as error:
-        sys.exit(f"{line}: {error.format_message()}")
+        found["refused"].append(f"{line}: {error.format_message()}")
+for override in ("secrets_overrides", "env_overrides"):
+    config = sky.utils.yaml_utils.read_yaml(given["tasks"][0])
+    task = sky.Task.from_yaml_config(config, **{override: [("HF_TOKEN", "x")]})
+    task.validate()
+    found["tokens"].append(get_plaintext_envs_and_secrets(task.envs_and_secrets)["HF_TOKEN"])
+print(json.dumps(found))
 """
-    names = ("CONFIG", "MAX_SAMPLES", "HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY")
-    secrets = dict.fromkeys(names, "x")
-    ask_skypilot(skypilot_home, code, *commands, **secrets)
+
+
+def test_skypilot_accepts_every_task_volume_token_and_documented_command(skypilot_home: Path) -> None:
+    commands = [
+        segment.strip().translate({ord("["): None, ord("]"): None})
+        for path in [*TASKS, *VOLUMES, SKY / "README.md", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+        for line in re.findall(r"(?:^#   |`|^\$ )(sky [^`\n]+)", path.read_text(), re.M)
+        for segment in re.split(r"&&|;(?=[^']*$)|, then ", line)
+        if segment.strip().startswith("sky ")
+    ]
+    assert len(commands) > 35
+    tasks = [SKY / "finetune.yaml", *(path for path in TASKS if path != SKY / "finetune.yaml")]
+    given = {"tasks": [*map(str, tasks)], "volumes": [*map(str, VOLUMES)], "commands": commands}
+    secrets = dict.fromkeys(("CONFIG", "MAX_SAMPLES", "HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY"), "x")
+    done = run_skypilot(skypilot_home, ASK_SKYPILOT, json.dumps(given), **secrets)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["tasks"][str(SKY / "finetune.yaml")] == [2, {"H100": 8}, []]
+    assert len(found["tasks"]) == len(TASKS) >= 5
+    assert found["volumes"] == {"fctune-shared": [2000, "ReadWriteMany"], "fctune-network": [2000, "ReadWriteOnce"]}
+    assert found["refused"] == []
+    assert found["tokens"] == ["x", "x"], "as a secret and as a variable"
 
 
 @pytest.mark.parametrize("path", TASKS, ids=name_of)
@@ -136,19 +128,6 @@ def test_no_secret_is_declared_in_the_file(path: Path) -> None:
     for name in task.get("envs", {}):
         assert not re.search("TOKEN|KEY|SECRET|PASSWORD", name), name
     assert not re.search(r"\b(hf_[A-Za-z0-9]{20,}|[0-9a-f]{40})\b", path.read_text())
-
-
-def test_a_token_reaches_the_run_as_a_secret_and_as_a_variable(skypilot_home: Path) -> None:
-    code = """
-import sys, sky
-from sky.task import get_plaintext_envs_and_secrets
-for given in ({"secrets_overrides": [("HF_TOKEN", "x")]}, {"env_overrides": [("HF_TOKEN", "x")]}):
-    task = sky.Task.from_yaml_config(sky.utils.yaml_utils.read_yaml(sys.argv[1]), **given)
-    task.validate()
-    print("token", get_plaintext_envs_and_secrets(task.envs_and_secrets)["HF_TOKEN"])
-"""
-    shown = ask_skypilot(skypilot_home, code, str(SKY / "finetune.yaml"))
-    assert [line for line in shown.splitlines() if line.startswith("token")] == ["token x", "token x"]
 
 
 def test_idle_clusters_are_removed_and_the_launch_says_so() -> None:

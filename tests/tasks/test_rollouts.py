@@ -246,7 +246,8 @@ def test_errors_of_the_engine_are_errors_of_their_rollouts(
     def fail(text: str) -> str:
         raise RuntimeError("server says no")
 
-    assert [rollout.error for rollout in play(tasks, ScriptedEngine(template, fail))] == ["server says no"] * 2
+    rollouts = play(tasks, ScriptedEngine(template, fail))
+    assert [(rollout.error, rollout.version) for rollout in rollouts] == [("server says no", 7)] * 2
 
 
 def test_an_unknown_part_of_the_reward_is_named(open_tasks: Callable[..., EnvironmentTasks]) -> None:

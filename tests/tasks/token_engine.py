@@ -28,7 +28,7 @@ class ScriptedEngine:
             try:
                 text = self._answer(self._template.decode(list(prompt.ids)))
             except RuntimeError as error:
-                yield Answer(index, error=str(error))
+                yield Answer(index, error=str(error), version=self.version)
                 continue
             ids = (*self._template.tokenizer.encode(text, add_special_tokens=False), self._stop)
             is_cut = len(ids) > prompt.max_new_tokens

@@ -66,6 +66,7 @@ def free_tensors(interval_s: float, **environment: str) -> tuple[bool, float, in
     return took, grown, faults
 
 
+@pytest.mark.thorough
 def test_freed_memory_is_reused_within_a_step_and_returned_between_steps() -> None:
     took, grown, faults = free_tensors(0.0)
     assert took
@@ -74,6 +75,7 @@ def test_freed_memory_is_reused_within_a_step_and_returned_between_steps() -> No
     assert free_tensors(1000.0)[1] > 24  # before it is time
 
 
+@pytest.mark.thorough
 def test_settings_of_the_allocator_in_the_environment_are_kept() -> None:
     took, grown, faults = free_tensors(1000.0, MALLOC_MMAP_THRESHOLD_=str(2**20))
     assert not took

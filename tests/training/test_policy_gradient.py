@@ -193,16 +193,12 @@ class FixedSteps:
 
 def train_rollouts(world: World, config: RunConfig) -> dict[str, Any]:
     """Return the metrics and weights of three steps."""
-    from fctune.data.packed_samples import pack_samples
-    from fctune.training.loop import build_loader
-
     model, gradient_sync = build_trainable(config, world)
-    loader = build_loader(config, pack_samples([], [], config.data.seq_len))
     assert config.grpo is not None
     recorder, state = Recorder(), start_state(model, config, 3, gradient_sync)
     source = FixedSteps(config, world, model.make_bounds)
     train(
-        *(config, state, loader, 3, world, SinkGroup(recorder)),
+        *(config, state, None, 3, world, SinkGroup(recorder)),
         objective=PolicyObjective(config.grpo),
         source=source,
     )

@@ -20,7 +20,7 @@ def run_and_count(world: World, argv: list[str]) -> dict[str, Any]:
 
     class CountingRecipe(LoRAFunctionCallingRecipe):
         def save_checkpoint(self) -> None:
-            costs = self.checkpoint.costs
+            costs = self.training.checkpoint.costs
             counted.update(stall_s=costs.wait_s + costs.start_s, num_saves=costs.num_saves)
             super().save_checkpoint()
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fctune.base.distributed import World
@@ -24,7 +26,7 @@ from fctune.training.loop import NonFiniteError, build_loader, train
 from fctune.training.objective import Objective
 from fctune.training.prefetch import Inputs, Prefetcher, make_inputs
 from fctune.training.setup import start_state
-from fctune.training.step import evaluate_objective
+from fctune.training.step import _clip_, evaluate_objective
 from tests.ranks import run_ranks
 from tests.training.training_runs import build_trainable, make_config
 
@@ -234,3 +236,52 @@ def test_an_error_while_prefetching_reaches_the_loop(make_model: Callable[..., P
         pytest.raises(TypeError),
     ):
         prefetcher.take(1)
+
+
+def clip_by_both(world: World) -> dict[str, Any]:
+    """Clip gradients of every layout of four ranks, by the step and by torch, which plans each DTensor."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layouts: list[tuple[Any, Any]] = [
+        (mesh, [Replicate(), Shard(0)]),
+        (mesh, [Shard(0), Shard(0)]),
+        (mesh, [Shard(1), Replicate()]),
+        (mesh["shard"], [Shard(0)]),
+        (None, None),
+    ]
+    results = {}
+    for name, chosen in {"all": layouts, "one mesh": layouts[:3], "plain": layouts[4:]}.items():
+        generator = torch.Generator().manual_seed(1)
+        by_step, by_torch = [], []
+        for target, placements in chosen:
+            # Five rows on two or four ranks: shards of different lengths, of which one is empty.
+            full = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+            for parameters in (by_step, by_torch):
+                value = full.clone() if target is None else distribute_tensor(full.clone(), target, placements)
+                parameters.append(torch.nn.Parameter(torch.zeros_like(value)))
+                parameters[-1].grad = value
+        norm = _clip_(by_step, 1.5)
+        norms = [torch.nn.utils.get_total_norm([p.grad]) for p in by_torch if p.grad is not None]
+        total = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).square().sum().sqrt()
+        for parameter in by_torch:
+            torch.nn.utils.clip_grads_with_norm_([parameter], 1.5, total)
+        pairs = [
+            tuple(g.full_tensor() if isinstance(g, DTensor) else g for g in (a.grad, b.grad))
+            for a, b in zip(by_step, by_torch, strict=True)
+        ]
+        results[name] = (float(norm), float(total), max(float((a - b).abs().max()) for a, b in pairs))
+    return results
+
+
+def test_gradients_of_any_layout_are_clipped_as_by_torch() -> None:
+    for result in run_ranks(clip_by_both, 4):
+        for norm, expected, gap in result.values():
+            assert norm == pytest.approx(expected, rel=1e-12)
+            assert norm > 1.5
+            assert gap < 1e-12
+
+
+def test_a_norm_below_the_limit_changes_no_gradient() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([0.1, 0.2, 0.2])
+    assert float(_clip_([parameter], 1.0)) == pytest.approx(0.3)
+    assert torch.equal(parameter.grad, torch.tensor([0.1, 0.2, 0.2]))

@@ -104,8 +104,8 @@ def group_as_trainer_does(model: nn.Module) -> list[dict[str, Any]]:
     ("family", "kind", "is_packed", "world_size"),
     [
         ("llama", "lora", False, 2),
-        ("llama", "full", True, 1),
-        ("qwen2", "lora", True, 1),
+        pytest.param("llama", "full", True, 1, marks=pytest.mark.thorough),
+        pytest.param("qwen2", "lora", True, 1, marks=pytest.mark.thorough),
         ("qwen2", "full", False, 2),
     ],
 )

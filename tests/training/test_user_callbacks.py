@@ -14,6 +14,7 @@ from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.training.callbacks.base import make_callbacks
 from tests.conftest import ROOT
+from tests.page_blocks import list_blocks
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import arguments_for, run_on_rank
 
@@ -63,7 +64,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_callback_of_the_config_measures_each_step_and_ends_the_run(package: str, tmp_path: Path) -> None:
     spec = f"{{_component_: {package}.WeightNorms, log: {tmp_path / 'log'}, every: 2}}"
-    argv = [*arguments_for(tmp_path, f"callbacks=[{spec}]", "max_steps=9"), "--allow-component", package]
+    (on_page,) = list_blocks(ROOT / "docs" / "train.md", "python")
+    (tmp_path / "site" / "callbacks_on_page.py").write_text(on_page)
+    specs = f"callbacks=[{spec}, {{_component_: callbacks_on_page.WeightNorms, every: 1}}]"
+    allowed = ["--allow-component", package, "--allow-component", "callbacks_on_page"]
+    argv = [*arguments_for(tmp_path, specs, "max_steps=9"), *allowed]
     result = run_ranks(run_on_rank, 1, argv)[0]
     assert result["code"] == 0, result
     measured = [f"measure {step} False" for step in (1, 2)]
@@ -71,6 +76,7 @@ def test_a_callback_of_the_config_measures_each_step_and_ends_the_run(package: s
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert ["adapter_norm" in step for step in steps] == [False, True]
     assert steps[1]["adapter_norm"] > 0
+    assert all(step["weight_norm"] > 0 for step in steps)
 
 
 @pytest.mark.parametrize(

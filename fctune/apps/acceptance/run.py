@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import shutil
 import tempfile
 import time
@@ -117,7 +116,7 @@ class Phases:
         measure_copies(session, config, device, self._faults, sample.setdefault("copies", {}))
         self._add_checksums(sample)
         log = read_kernel_log() if device.type == "cuda" else None
-        pci = json.loads(session.read("identity")[self._launch.rank])["pci"]
+        pci = session.read("identity")[self._launch.rank]["pci"]
         sample["xids"] = None if log is None or pci is None else count_xids(log, pci)
 
     def _add_checksums(self, sample: Sample) -> None:
@@ -169,7 +168,7 @@ class Phases:
             session.enter(f"checking the {disk} disk")
             session.publish(f"obstacle {disk}", find_obstacle(config, directory, num_sharing))
             session.barrier(f"the {disk} disk", session.limits.build_s)
-            obstacles = [json.loads(text) for _, text in sorted(session.read(f"obstacle {disk}").items())]
+            obstacles = [found for _, found in sorted(session.read(f"obstacle {disk}").items())]
             obstacle = next((text for text in obstacles if text is not None), None)
             if obstacle is not None:
                 sample[disk] = {"skipped": obstacle}
@@ -370,10 +369,10 @@ class Acceptance:
     def _read_samples(self, session: Session) -> dict[str, dict[int, Any]]:
         samples: dict[str, dict[int, Any]] = {}
         for name in ("hello", *PHASES):
-            samples[name] = {rank: json.loads(text) for rank, text in session.read(name).items()}
+            samples[name] = session.read(name)
             if name == "hello" or len(samples[name]) == self.launch.world_size:
                 continue
-            partial = {rank: json.loads(text) for rank, text in session.read(f"partial_{name}").items()}
+            partial = session.read(f"partial_{name}")
             samples[f"partial_{name}"] = {rank: value for rank, value in partial.items() if rank not in samples[name]}
         return {name: by_rank for name, by_rank in samples.items() if by_rank}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
 import shutil
 import socket
@@ -19,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from fctune.apps.acceptance.config import LimitsConfig
 from fctune.apps.acceptance.watch import EarlyEnd, Position, ResultWriter, Watch
 from fctune.base.distributed import LauncherEnvironment, World
+from fctune.base.exchange import Exchange, connect_store
 from fctune.base.network import set_gloo_interface
 
 
@@ -54,19 +54,18 @@ class Session:
         self.hellos: dict[int, dict[str, Any]] = {launch.rank: hello}  # of all ranks, once they have arrived
         self._started, self._over_at = time.monotonic(), float("inf")
         writer = ResultWriter(launch, folder, write_early, limits.arrive_s)
-        self._store = _connect(launch, limits, writer)
-        self._watch_store = _clone(self._store)
-        self._watch = Watch(launch, limits, self._watch_store, self._position, writer, self.clean_up)
+        store = _connect(launch, limits, writer)
+        self._exchange = Exchange(store, launch.rank, launch.world_size)
+        self._watch_exchange = Exchange(_clone(store), launch.rank, launch.world_size)
+        self._watch = Watch(launch, limits, self._watch_exchange.store, self._position, writer, self.clean_up)
 
     def arrive(self) -> None:
         """Announce this rank and wait until every rank has; the watch ends the run if one does not in time."""
         self.publish("hello", self.hellos[self.launch.rank])
         self._watch.start()
-        hellos = [f"hello/{rank}" for rank in range(self.launch.world_size)]
-        while not self._store.check(hellos):
-            time.sleep(0.05)
+        self._exchange.wait_for_all("hello")
         self._watch.confirm_arrival()
-        self.hellos = {rank: json.loads(text) for rank, text in self.read("hello").items()}
+        self.hellos = self.read("hello")
         elapsed_s = self.broadcast("the time elapsed", lambda: time.monotonic() - self._started)
         self._over_at = time.monotonic() + self.limits.total_s - elapsed_s
         self._watch.over_at = self._over_at + self.limits.grace_s
@@ -79,24 +78,18 @@ class Session:
         """Wait until every rank has reached this point, without collectives."""
         limit_s = self.limits.step_s if limit_s is None else limit_s
         self._position.reach(f"waiting for the others at {name}", limit_s)
-        number = self._position.sync_points
-        self._store.set(f"barrier/{number}/{self.launch.rank}", "")
-        keys = [f"barrier/{number}/{rank}" for rank in range(self.launch.world_size)]
-        wait = 0.002
-        while not self._store.check(keys):
-            time.sleep(wait)
-            wait = min(2 * wait, 0.1)
+        point = f"barrier/{self._position.sync_points}"
+        self._exchange.publish(point)
+        self._exchange.wait_for_all(point, poll_s=0.1)
         self._position.leave()
 
     def publish(self, name: str, value: Any) -> None:
         """Publish a JSON-serializable value of this rank, replacing an earlier one of the same name."""
-        self._store.set(f"{name}/{self.launch.rank}", json.dumps(value))
+        self._exchange.publish(name, value)
 
-    def read(self, name: str) -> dict[int, str]:
-        """Return the JSON that ranks have published under a name, by rank."""
-        store = self._watch_store if self._watch.is_current_thread() else self._store
-        ranks = range(self.launch.world_size)
-        return {r: store.get(f"{name}/{r}").decode() for r in ranks if store.check([f"{name}/{r}"])}
+    def read(self, name: str) -> dict[int, Any]:
+        """Return the values that ranks have published under a name, by rank."""
+        return (self._watch_exchange if self._watch.is_current_thread() else self._exchange).read(name)
 
     def broadcast(self, name: str, make: Callable[[], Any]) -> Any:
         """Call ``make`` on rank 0 and return its result (small, JSON-serializable) on every rank."""
@@ -105,12 +98,11 @@ class Session:
         if self.launch.rank == 0:
             value = make()
             self._position.leave()
-            self._store.set(key, json.dumps(value))
+            self._exchange.set(key, value)
             return value
-        while not self._store.check([key]):
-            time.sleep(0.005)
+        self._exchange.wait_for([key], poll_s=0.005)
         self._position.leave()
-        return json.loads(self._store.get(key))
+        return self._exchange.get(key)
 
     def time_left(self) -> float:
         """Return the seconds left of the run's time by rank 0's clock, the same on every rank.
@@ -141,7 +133,7 @@ class Session:
         group_rank, size = list(ranks).index(self.launch.rank), len(ranks)
         if self.launch.world_size > self.launch.ranks_per_node:
             set_gloo_interface(self.launch.address)
-        store = PrefixStore(f"group/{name}/{ranks[0]}", _clone(self._store))
+        store = PrefixStore(f"group/{name}/{ranks[0]}", _clone(self._exchange.store))
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=self.limits.total_s + self.limits.build_s)  # the watch acts earlier
         dist.init_process_group(backend, store=store, rank=group_rank, world_size=size, timeout=timeout)
@@ -168,34 +160,27 @@ class Session:
         self._watch.traceback = "".join(traceback.format_exception(error))
         with contextlib.suppress(Exception):  # a lost store, which the watch notices too
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            self._watch.report("crashed", text, self._store)
+            self._watch.report("crashed", text, self._exchange.store)
         self._watch.wait()
 
     def close(self) -> None:
         """Leave after a complete run; rank 0 leaves last, because it may host the store."""
         self._watch.stop()
         self.clean_up()
-        ranks = range(self.launch.world_size)
-        self._store.set(f"closed/{self.launch.rank}", "")
-        deadline = time.monotonic() + self.limits.silence_s
+        self._exchange.publish("closed")
         if self.launch.rank == 0:
-            while not self._store.check([f"closed/{r}" for r in ranks]) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            self._exchange.wait_for_all("closed", self.limits.silence_s, poll_s=0.01)
 
 
 def _connect(launch: LauncherEnvironment, limits: LimitsConfig, writer: ResultWriter) -> Store:
-    timeout = datetime.timedelta(seconds=limits.arrive_s)
     hosts_store = launch.rank == 0 and not launch.has_agent
     try:
-        store: Any = TCPStore(
-            launch.address, launch.port, None, hosts_store, timeout, wait_for_workers=False, multi_tenant=True
-        )
-    except Exception as error:  # torch raises several kinds
+        store = connect_store(launch.address, launch.port, hosts_store, limits.arrive_s, is_shared=True)
+    except ConnectionError as error:
         reason = f"not reachable at {launch.address}:{launch.port} within {limits.arrive_s:g} s"
         writer.write_once(EarlyEnd("absent", (0,), reason))
-        raise ConnectionError(f"rank 0: {reason} ({' '.join(str(error).split())[:200]})") from None
-    prefixed: Store = PrefixStore(f"acceptance-{launch.restart}", store)
-    return prefixed
+        raise ConnectionError(f"rank 0: {reason} ({error})") from None
+    return PrefixStore(f"acceptance-{launch.restart}", store)
 
 
 def _clone(store: Any) -> Store:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from fctune.base.errors import ConfigError, DataError
+from fctune.base.errors import ConfigError, DataError, one_line
 from fctune.base.files import format_bytes
 from fctune.base.network import find_interface
 from fctune.base.processes import run_command
@@ -331,7 +331,7 @@ def _check_access(kind: RepoKind, name: str, key: str, environment: Mapping[str,
         remedy = "Check the name" + ("" if token else "; if it is private, pass --secret HF_TOKEN")
         return Problem(f"{key}: the hub has no {kind} {name}, or this token cannot see it", remedy)
     except Exception as error:  # no network, a proxy, or an outage of the hub
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(error, 120)
         remedy = f"Check the head's network, or download the {kind} into HF_HOME beforehand"
         return Problem(f"{key}: cannot reach the hub for {name} ({type(error).__name__}: {reason})", remedy)
     return None

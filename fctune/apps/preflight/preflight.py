@@ -14,7 +14,7 @@ from typing import Any
 from fctune.apps.preflight import checks
 from fctune.apps.preflight.checks import ALLOW_PATTERNS, Mounts, Problem, RepoKind, list_hub_repositories
 from fctune.apps.preflight.rendezvous import Node, Rendezvous, RendezvousError
-from fctune.base.errors import CheckpointError, ConfigError, DataError
+from fctune.base.errors import CheckpointError, ConfigError, DataError, one_line
 from fctune.base.files import write_atomically
 from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
@@ -236,7 +236,7 @@ def _download(kind: RepoKind, name: str, revision: str | None) -> Path:
         patterns = ALLOW_PATTERNS[kind]
         return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=patterns))
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error, 300)
         raise DataError(
             f"hf:{name}: the dataset cannot be downloaded ({type(error).__name__}: {reason}). Check the name and the "
             "network; for a gated dataset, accept its license and set HF_TOKEN."

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
-
-_POLL_S = 0.05
+from fctune.base.exchange import Exchange, PortInUseError, connect_store
 
 
 class RendezvousError(Exception):
@@ -37,7 +31,7 @@ class Node:
 
 
 class Rendezvous:
-    """A key-value store hosted by the head, on the port that training uses later.
+    """Exchange of values hosted by the head, on the port that training uses later.
 
     Every method raises RendezvousError if the head is lost.
 
@@ -47,11 +41,22 @@ class Rendezvous:
 
     def __init__(self, node: Node):
         self.node = node
-        timeout = datetime.timedelta(seconds=node.wait_s)
+        where = f"{node.address}:{node.port}"
         try:
-            self._store = TCPStore(node.address, node.port, None, node.is_head, timeout, wait_for_workers=False)
-        except (DistError, RuntimeError) as error:
-            raise RendezvousError(_explain(node, str(error))) from None
+            store = connect_store(node.address, node.port, node.is_head, node.wait_s)
+        except PortInUseError:
+            raise RendezvousError(
+                f"port {node.port} of the head is in use. Stop the process that uses it "
+                f"(ss -ltnp 'sport = :{node.port}'), or set MASTER_PORT to another port on every node."
+            ) from None
+        except ConnectionError as error:
+            if node.is_head:
+                raise RendezvousError(f"{where}: the head cannot listen there ({str(error)[:160]}).") from None
+            raise RendezvousError(
+                f"{where}: could not reach the head within {node.wait_s:.0f} s. Check its log, and whether this node "
+                f"can connect to it (nc -vz {node.address} {node.port})."
+            ) from None
+        self._exchange = Exchange(store, node.rank, node.count)
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Publish this node's value (small, JSON-serializable) and return those of all nodes, by rank.
@@ -59,23 +64,20 @@ class Rendezvous:
         Raises:
             RendezvousError: A node did not publish its value within ``wait_s``.
         """
-        self.publish(f"{name}/{self.node.rank}", value)
-        deadline = time.monotonic() + self.node.wait_s
-        waiting = list(range(self.node.count))
-        while waiting := [rank for rank in waiting if not self._has(f"{name}/{rank}")]:
-            if time.monotonic() > deadline:
-                ranks = ", ".join(map(str, waiting))
+        with _head_errors():
+            self._exchange.publish(name, value)
+            if not self._exchange.wait_for_all(name, self.node.wait_s):
+                ranks = ", ".join(map(str, self._exchange.list_missing(name)))
                 raise RendezvousError(
                     f"node {ranks} of {self.node.count} did not respond within {self.node.wait_s:.0f} s. "
                     "Check its log: either it did not start or it cannot reach the head."
                 )
-            time.sleep(_POLL_S)
-        return [self._get(f"{name}/{rank}") for rank in range(self.node.count)]
+            return list(self._exchange.read(name).values())
 
     def publish(self, name: str, value: Any) -> None:
         """Store a JSON-serializable value for all nodes."""
         with _head_errors():
-            self._store.set(name, json.dumps(value))
+            self._exchange.set(name, value)
 
     def wait_for(self, name: str, wait_s: float | None = None) -> Any:
         """Return a value as soon as it is published; without a limit, wait for as long as the head is alive.
@@ -83,46 +85,22 @@ class Rendezvous:
         Raises:
             RendezvousError: It was not published within ``wait_s``.
         """
-        deadline = None if wait_s is None else time.monotonic() + wait_s
-        while not self._has(name):
-            if deadline is not None and time.monotonic() > deadline:
+        with _head_errors():
+            if not self._exchange.wait_for([name], wait_s):
                 raise RendezvousError(f"the head did not publish {name} within {wait_s:.0f} s. Check its log.")
-            time.sleep(_POLL_S)
-        return self._get(name)
+            return self._exchange.get(name)
 
     def close(self) -> None:
         """Leave the rendezvous; the head leaves last, because the store ends with its process."""
-        self.publish(f"closed/{self.node.rank}", True)
         if self.node.is_head:
             self.gather("closed", True)
-
-    def _has(self, key: str) -> bool:
-        with _head_errors():
-            return self._store.check([key])
-
-    def _get(self, key: str) -> Any:
-        with _head_errors():
-            return json.loads(self._store.get(key))
+        else:
+            self.publish(f"closed/{self.node.rank}", True)
 
 
 @contextmanager
 def _head_errors() -> Iterator[None]:
     try:
         yield
-    except (DistError, RuntimeError):
+    except RuntimeError:  # torch's, of a store that is gone
         raise RendezvousError("lost the connection to the head. Check its log.") from None
-
-
-def _explain(node: Node, reason: str) -> str:
-    where = f"{node.address}:{node.port}"
-    if "EADDRINUSE" in reason or "address already in use" in reason:
-        return (
-            f"port {node.port} of the head is in use. Stop the process that uses it "
-            f"(ss -ltnp 'sport = :{node.port}'), or set MASTER_PORT to another port on every node."
-        )
-    if node.is_head:
-        return f"{where}: the head cannot listen there ({' '.join(reason.split())[:160]})."
-    return (
-        f"{where}: could not reach the head within {node.wait_s:.0f} s. Check its log, and whether this node can "
-        f"connect to it (nc -vz {node.address} {node.port})."
-    )

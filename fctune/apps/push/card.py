@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from fctune.calls.server_parsers import read_server_parsers
+from fctune.config.intervals import format_count
 from fctune.data.template_args import read_template_args
 from fctune.engines.model_files import ModelFiles
 from fctune.engines.vllm_options import UnservedAdapterError, adapter_options, template_options
@@ -18,6 +19,7 @@ from fctune.models.hub import parse_name
 from fctune.pages.run_text import describe_method, format_bounds, format_number, format_seconds
 from fctune.runs.figures import FINAL_STEPS, describe_run
 from fctune.runs.record import RunRecord
+from fctune.runs.release import read_mark
 from fctune.tasks.evaluation.accuracy import Accuracy
 
 FILE_NAME = "README.md"
@@ -60,9 +62,11 @@ def make_model_card(
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n{WRITTEN_BY}",
         f"# {name.split('/')[-1]}",
         _describe(is_adapter, base, config),
+        *_describe_mark(export),
         *_list_accuracies(accuracies),
         *(_describe_training(record) if record else ()),
         *_describe_serving(export, name, base_path if is_adapter else None),
+        *_describe_parsing(record.run.get("response_template") if record else None),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -82,6 +86,16 @@ def _describe(is_adapter: bool, base: str | None, config: dict[str, Any]) -> str
     of = f", trained from [{base}](https://huggingface.co/{base})" if base and not is_adapter else ""
     method = f" Method: {describe_method(config.get('adapter'))}." if config else ""
     return f"{what}{of}, with fctune.{method}"
+
+
+def _describe_mark(export: Path) -> list[str]:
+    """Return the lines on which the gate stopped the model; nothing if it did not."""
+    lines = read_mark(export)
+    if lines is None:
+        return []
+    rows = [_row([line["title"], str(line.get("verdict", "worse"))]) for line in lines]
+    text = "The comparison with its base stopped this model, and it was published nevertheless. It lost on:"
+    return ["## Not released", text, "\n".join([_row(["line", "verdict"]), _row(["---", "---"]), *rows])]
 
 
 def _list_accuracies(accuracies: Sequence[Accuracy]) -> list[str]:
@@ -184,6 +198,21 @@ def _describe_serving(export: Path, name: str, base: str | None) -> list[str]:
             words += [f"--{option.replace('_', '-')}", value] if (value := found.get(option)) else []
         commands.append(shlex.join([*words, *template_options(read_template_args(export))]))
     return ["## Serving", *notes, "```bash\n" + "\n".join(commands) + "\n```"] if commands else []
+
+
+def _describe_parsing(found: dict[str, Any] | None) -> list[str]:
+    """Return the section on the response template, by which transformers parses answers; none if unknown."""
+    if not found:
+        return []
+    note = f"{found['note'][0].upper()}{found['note'][1:]}." if found.get("note") else ""
+    if found.get("origin") is None:
+        return ["## Parsing", f"`tokenizer.parse_response` does not read this model's answers. {note}".strip()]
+    parts = ["`tokenizer.parse_response` and vLLM's parser `hf` read answers by the tokenizer's `response_template`."]
+    if found.get("calls"):
+        parts.append(f"It reads {found['read']:,} of {format_count(found['calls'], 'held-out call')} as written.")
+    if wrong := found.get("wrong"):
+        parts.append(f"Others are {'; '.join(wrong)}.")
+    return ["## Parsing", " ".join(filter(None, [*parts, note]))]
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -66,11 +66,12 @@ def plan_upload(export: Path, card: str | None = None) -> Upload:
             files[name] = path
     for name in needed:
         if name not in files:
-            reason = "links to a file outside of it" if (root / name).is_symlink() else "is missing"
-            remedy = (
-                "Check it with python -m eval.validate." if reason == "is missing" else "Replace the link by the file."
+            reason = (
+                "links to a file outside of it. Replace the link by the file."
+                if (root / name).is_symlink()
+                else "is missing. Check it with python -m eval.validate."
             )
-            raise CheckpointError(f"{export}: {name}, which the model needs, {reason}. {remedy}")
+            raise CheckpointError(f"{export}: {name}, which the model needs, {reason}")
     if card is not None:
         files["README.md"] = card.encode()
     if stem == "adapter_model":

@@ -7,7 +7,8 @@ import os
 from fctune.config.intervals import choose_noun, format_count
 from fctune.data.check import CLASSES, Report
 from fctune.data.check.report import Finding, Lengths, Repeat
-from fctune.data.sources import NOTE_KINDS
+from fctune.data.secrets import describe_kind
+from fctune.data.sources import LEFT_OUT_KINDS, NOTE_KINDS
 from fctune.pages.page import (
     Chart,
     Example,
@@ -56,9 +57,23 @@ def write_data_html(report: Report, path: str | os.PathLike[str]) -> None:
         examples = [[e.item, e.row, f"{e.share:.0%}"] for e in overlap.examples]
         table = Table(["Item", "First row that contains it", Num("Share")], examples)
         page.add_section(f"Overlap with the {name}", *([table] if examples else []), lead=lead)
+    if report.augmented.kinds:
+        lead = "Rows that fctune data augment made. An added row also has the kinds of the changes of its original."
+        table = Table(["Kind", Num("Rows")], sorted([kind, count] for kind, count in report.augmented.kinds.items()))
+        page.add_section("Augmentation", table, lead=lead)
+    if report.secrets.kinds:
+        rows = format_count(report.secrets.rows, "conversation")
+        lead = f"Places in {rows} that look like credentials or personal data. Their texts are not shown anywhere."
+        table = Table(
+            ["Kind", "Meaning", Num("Places")], [[k, describe_kind(k), n] for k, n in report.secrets.kinds.items()]
+        )
+        page.add_section("Secrets", table, lead=lead)
     if report.notes:
         notes = [[count, NOTE_KINDS[kind]] for kind, count in report.notes.items()]
         page.add_section("Conversions while reading", Table([Num("Count"), "Conversion"], notes))
+    if report.left_out:
+        left_out = [[count, LEFT_OUT_KINDS[kind]] for kind, count in report.left_out.items()]
+        page.add_section("Left out", Table([Num("Count"), "Records and parts of logs"], left_out))
     sources = [[s.path, s.rows, s.conversations, ", ".join(s.row_formats)] for s in report.sources]
     page.add_section("Sources", Table(["Source", Num("Rows"), Num("Kept"), "Row format"], sources))
     page.write(path, f"fctune data check: {format_count(report.rows, 'row')} in {report.seconds:.1f} s")
@@ -97,6 +112,11 @@ def _add_tiles(page: Page, report: Report) -> None:
         if tokens.seq_len is not None:
             over = tokens.num_over_seq_len
             tiles.append((f"{over:,}", f"longer than seq_len {tokens.seq_len:,}", "warn" if over else "good"))
+    if report.augmented.kinds:
+        for count, verb in ((report.augmented.changed, "changed"), (report.augmented.added, "added")):
+            tiles.append(make_count_tile(count, "row", more=f" {verb} by augmentation"))
+    if report.secrets.kinds:
+        tiles.append(make_count_tile(report.secrets.rows, "row", "warn", more=" with secrets"))
     if report.reasoning.rows:
         tiles.append((f"{report.reasoning.rows_share:.0%}", "rows with reasoning", ""))
         if report.reasoning.tokens is not None:

@@ -64,10 +64,12 @@ def write_eval_html(summary: Mapping[str, Any], rows: Sequence[Row], path: str |
     page.add_tiles(tiles)
     _add_accuracy(page, summary)
     _add_leaderboard(page, summary)
+    _add_figures(page, summary)
     _add_error_classes(page, summary)
     _add_confusions(page, rows)
     _add_failures(page, failures)
     _add_rates(page, summary)
+    _add_defects(page, summary)
     _add_reasoning(page, summary)
     lead = "Categories of the suite that were skipped; they are in no figure."
     add_settings(page, summary, "Not run", lead)
@@ -139,6 +141,39 @@ def _add_leaderboard(page: Page, summary: Mapping[str, Any]) -> None:
     if incomplete := found["incomplete"]:
         lead += f" Measured on fewer cases than the leaderboard's: {', '.join(incomplete)}."
     page.add_section("Leaderboard", Table(["Part", Num("Weight"), Num("Accuracy")], rows), lead=lead)
+
+
+def _add_figures(page: Page, summary: Mapping[str, Any]) -> None:
+    if (figures := summary.get("figures")) is None:
+        return
+    rows = [
+        [name.replace("_", " "), rate["n"], _percent(rate), format_bounds(rate)]
+        for name, rate in figures.get("rates", {}).items()
+        if rate["n"]
+    ]
+    rows += [[name.replace("_", " "), "", f"{value:.3f}", ""] for name, value in figures.get("values", {}).items()]
+    parts: list[Part] = [Table(["Figure", Num("n"), Num("Value"), Num("95 % interval")], rows)]
+    if counts := figures.get("table"):
+        columns = list(next(iter(counts.values())))
+        heads = ["", *(Num(column.replace("_", " ")) for column in columns)]
+        parts.append(Table(heads, [[name, *(row[column] for column in columns)] for name, row in counts.items()]))
+    page.add_section("Figures of the benchmark", *parts, lead=" ".join(figures.get("notes", ())))
+
+
+def _add_defects(page: Page, summary: Mapping[str, Any]) -> None:
+    if not (by_category := summary.get("defects")):
+        return
+    names = list(next(iter(by_category.values())))
+    rows = [
+        [category, rates[names[0]]["n"], *(rates[name]["successes"] for name in names)]
+        for category, rates in distinct(by_category).items()
+    ]
+    heads = ["Category", Num("Answers"), *(Num(name.replace("_", " ").capitalize()) for name in names)]
+    lead = (
+        "Answers with each defect, whatever was expected: abandoned after the reasoning or inside a call, with calls "
+    )
+    lead += "that cannot be read, of tools that are not on offer, or with arguments that the tool does not declare."
+    page.add_section("Answers with defects", Table(heads, rows), lead=lead)
 
 
 def _add_error_classes(page: Page, summary: Mapping[str, Any]) -> None:

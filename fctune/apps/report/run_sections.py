@@ -13,6 +13,7 @@ from fctune.apps.report.eval_page import FACETS, make_case
 from fctune.calls.metrics import rate
 from fctune.config.intervals import format_count
 from fctune.config.recipes import find_recipe
+from fctune.config.sections.data import CHANGES
 from fctune.pages.page import (
     NO_WRAP,
     Cases,
@@ -53,6 +54,9 @@ _COUNTS = {
     "overlong": "conversations dropped as too long",
     "cut": "conversations truncated",
     "unsupervised": "conversations dropped, no supervised tokens",
+    "changed": "conversations changed by data.augment",
+    "added": "conversations added by data.augment",
+    "replayed": "conversations of data.replay",
     "benchmark": "conversations of a benchmark, which the model must not be measured with",
     "supervised": "supervised tokens",
 }
@@ -222,8 +226,10 @@ def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
     if not isinstance(prepared, dict):
         return
     rows: list[list[object]] = [["fingerprint", prepared.get("fingerprint")], ["prepared in", prepared.get("path")]]
-    for source in prepared.get("inputs", {}).get("sources", ()):
-        rows.append(["source", f"{source.get('path')}, content {source.get('content', 'not hashed')}"])
+    inputs = prepared.get("inputs", {})
+    replayed = [("replayed source", source) for source in (inputs.get("replay") or {}).get("sources", ())]
+    for name, source in [*(("source", source) for source in inputs.get("sources", ())), *replayed]:
+        rows.append([name, f"{source.get('path')}, content {source.get('content', 'not hashed')}"])
     counts = _read_json(Path(str(prepared.get("path"))) / "meta.json").get("counts", {})
     counts |= {"benchmark": prepared.get("benchmark_rows", 0)}  # also if the prepared set is gone
     rows += [[_COUNTS.get(name, name), count] for name, count in counts.items() if count]
@@ -231,6 +237,16 @@ def add_data(page: Page, record: RunRecord, suffix: str = "") -> None:
         rows.append(["skipped as invalid", f"{source['invalid']:,} of {source['rows']:,} rows of {source['path']}"])
         kinds = sorted(source["kinds"].items(), key=lambda item: -item[1])
         rows += [[f"skipped: {kind}", f"{count:,}, such as {source['examples'][kind]}"] for kind, count in kinds]
+    for kind, made in prepared.get("augmented", {}).items():
+        verb = "changed" if kind in CHANGES else "added"
+        text = f"{made['made']:,} {verb}, {made['eligible']:,} of {made['rows']:,} rows eligible"
+        lost = "; ".join(f"{reason}: {count:,}" for reason, count in made["left_out"].items())
+        rows.append([f"augmented: {kind}", f"{text}; left out: {lost}" if lost else text])
+    if secrets := prepared.get("secrets"):
+        verb = "replaced by placeholders" if secrets["redacted"] else "found"
+        rows.append(["rows with secrets", secrets["rows"]])
+        rows += [[f"secrets {verb}: {kind}", count] for kind, count in secrets["kinds"].items()]
+        rows += [["turns with placeholders, not supervised", secrets["turns"]]] if secrets["turns"] else []
     if report := _read_json(record.path / DATA_REPORT):
         rows += [[f"{DATA_REPORT}: {name.replace('_', ' ')}", report[name]] for name in _REPORTED if name in report]
     page.add_section(f"Data{suffix}", make_facts(rows), is_folded=bool(suffix))

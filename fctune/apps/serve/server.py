@@ -6,7 +6,6 @@ import argparse
 import ipaddress
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -14,6 +13,7 @@ from types import FrameType
 import httpx
 
 from fctune.base.errors import ConfigError, ConfigProblems
+from fctune.base.network import find_port_problem
 from fctune.base.processes import Child
 
 _POLL_S = 0.5
@@ -49,7 +49,8 @@ def run_server(
             healthy.
         ServerEndedError: The server ended by itself after it was healthy.
     """
-    _require_free(port)
+    if (problem := find_port_problem(port)) is not None:
+        raise ConfigError(f"--port {port}: cannot listen on it ({problem.strerror}). Choose another port.")
     signals: list[int] = []
 
     def remember(number: int, _: FrameType | None) -> None:
@@ -91,15 +92,6 @@ def _find_stop_signals() -> list[signal.Signals]:
     """Return the signals that ask this process to end: a terminal that closes does not under nohup."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if ignores_hangup else [signal.SIGHUP])]
-
-
-def _require_free(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ConfigError(f"--port {port}: cannot listen on it ({error.strerror}). Choose another port.") from None
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str]) -> Child:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fctune.base.errors import ConfigError
-from fctune.config.fields import AT_LEAST_1, Null, Range
+from fctune.config.fields import AT_LEAST_1, Null, Range, SectionProblems
 from fctune.config.loading import find_config, format_problems, read_yaml_mapping
 from fctune.config.parsing import parse_dataclass, shorten, suggest
 from fctune.config.shipped import find_shipped_config
@@ -63,27 +63,33 @@ class LauncherConfig:
     poll_s: Annotated[float | None, Range(gt=0), Null("1 with `local`, 15 with `slurm`, 30 with `sky`")] = None
     """Seconds between looks at the runs."""
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check that keys are used by this kind of launcher."""
         used = {"local": ("nproc",), "slurm": ("script", "options"), "sky": ("task", "options", "host", "remote_dir")}
         for spec in dataclasses.fields(self):
             default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
             value = getattr(self, spec.name)
             if spec.name not in ("kind", "poll_s", *used[self.kind]) and value != default:
-                problems.append(f"{where}.{spec.name}={value}: not used with {where}.kind={self.kind}; remove it")
+                problems.add(
+                    (spec.name, "kind"),
+                    f"{where}.{spec.name}={value}: not used with {where}.kind={self.kind}; remove it",
+                )
         if isinstance(self.host, str) and not _HOST.fullmatch(self.host):
-            problems.append(f"{where}.host={self.host}: not a host; expected e.g. desk, or user@desk.example.org")
+            problems.add(
+                ("host",), f"{where}.host={self.host}: not a host; expected e.g. desk, or user@desk.example.org"
+            )
         if isinstance(self.remote_dir, str) and not _REMOTE_DIR.fullmatch(self.remote_dir):
-            problems.append(
+            problems.add(
+                ("remote_dir",),
                 f"{where}.remote_dir={self.remote_dir}: is read by a shell of the host; expected a directory of "
-                "letters, digits and ./_~+@%=,- only, that starts with / or ~"
+                "letters, digits and ./_~+@%=,- only, that starts with / or ~",
             )
         for name in ("script", "task"):
             if str(getattr(self, name)).startswith("-"):
                 value = getattr(self, name)
-                problems.append(f"{where}.{name}={value}: would be read as an option; write ./{value}")
+                problems.add((name,), f"{where}.{name}={value}: would be read as an option; write ./{value}")
         if (self.host is None) != (self.remote_dir is None):
-            problems.append(f"{where}: host and remote_dir go together; give both or neither")
+            problems.add(("host", "remote_dir"), f"{where}: host and remote_dir go together; give both or neither")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +136,29 @@ class SweepConfig:
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """Where runs are started."""
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check the space against the sampler, and the metric."""
         is_drawn = self.sampler in ("random", "optuna")
         if is_drawn and self.num_runs is None:
-            problems.append(f"num_runs: missing; sampler={self.sampler} needs the number of runs")
+            problems.add(("num_runs", "sampler"), f"num_runs: missing; sampler={self.sampler} needs the number of runs")
         if not is_drawn and self.num_runs is not None:
-            problems.append(f"num_runs={self.num_runs}: not used with sampler={self.sampler}; remove it")
+            problems.add(
+                ("num_runs", "sampler"), f"num_runs={self.num_runs}: not used with sampler={self.sampler}; remove it"
+            )
         if self.sampler == "list":
             if not self.runs:
-                problems.append("runs: empty; list the settings of each run, e.g. [{optimizer.lr: 1e-4}]")
+                problems.add(
+                    ("runs", "sampler"), "runs: empty; list the settings of each run, e.g. [{optimizer.lr: 1e-4}]"
+                )
             if self.space:
-                problems.append("space: not used with sampler=list; use `runs`, or sampler=grid")
+                problems.add(("space", "sampler"), "space: not used with sampler=list; use `runs`, or sampler=grid")
         else:
             if not self.space:
-                problems.append("space: empty; write e.g. {optimizer.lr: [1e-4, 2e-4]}")
+                problems.add(("space", "sampler"), "space: empty; write e.g. {optimizer.lr: [1e-4, 2e-4]}")
             if self.runs:
-                problems.append(f"runs: not used with sampler={self.sampler}; use `space`, or sampler=list")
+                problems.add(
+                    ("runs", "sampler"), f"runs: not used with sampler={self.sampler}; use `space`, or sampler=list"
+                )
             self._check_space(problems)
         for section, settings in (
             ("space", self.space),
@@ -154,12 +166,12 @@ class SweepConfig:
             *(("runs", one) for one in self.runs),
         ):
             if "output_dir" in settings:
-                problems.append(f"{section}.output_dir: the sweep chooses it; remove it")
+                problems.add((section,), f"{section}.output_dir: the sweep chooses it; remove it")
         metric = find_metric(self.metric)
         if metric is None or metric.kind == "text":
             numbers = [one.name for one in METRICS if one.kind != "text"]
             hint = suggest(self.metric, numbers) or "; docs/reference/metrics.md lists them"
-            problems.append(f"metric={self.metric}: no metric that is a number{hint}")
+            problems.add(("metric",), f"metric={self.metric}: no metric that is a number{hint}")
 
     def list_dimensions(self) -> dict[str, list[Any] | NumberRange]:
         """Return each swept key with its values or range; call it on a checked config."""
@@ -172,11 +184,17 @@ class SweepConfig:
             return self.goal == "maximize"
         return self.metric.startswith(_MORE_IS_BETTER) and not self.metric.startswith(_LESS_IS_BETTER)
 
-    def _check_space(self, problems: list[str]) -> None:
+    def _check_space(self, problems: SectionProblems) -> None:
         for key, value in flatten(self.space).items():
-            dimension = _read_dimension(f"space.{key}", value, problems)
+            found: list[str] = []
+            dimension = _read_dimension(f"space.{key}", value, found)
+            for problem in found:
+                problems.add(("space",), problem)
             if isinstance(dimension, NumberRange) and self.sampler == "grid":
-                problems.append(f"space.{key}: a grid needs a list of values; write one, or use sampler=random")
+                problems.add(
+                    ("space", "sampler"),
+                    f"space.{key}: a grid needs a list of values; write one, or use sampler=random",
+                )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,16 +204,19 @@ class _RangeConfig:
     scale: Literal["linear", "log"] = "linear"
     type: Literal["number", "integer"] = "number"
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check the order of the ends."""
         if not (math.isfinite(self.min) and math.isfinite(self.max)):
-            problems.append(f"{where}: min={self.min:g} and max={self.max:g} must be finite")
+            problems.add(("min", "max"), f"{where}: min={self.min:g} and max={self.max:g} must be finite")
         elif not self.min < self.max:
-            problems.append(f"{where}: min={self.min:g} is not less than max={self.max:g}; swap them")
+            problems.add(("min", "max"), f"{where}: min={self.min:g} is not less than max={self.max:g}; swap them")
         elif self.scale == "log" and self.min <= 0:
-            problems.append(f"{where}.min={self.min:g}: a logarithmic scale needs more than 0")
+            problems.add(("min", "scale"), f"{where}.min={self.min:g}: a logarithmic scale needs more than 0")
         if self.type == "integer" and not (self.min.is_integer() and self.max.is_integer()):
-            problems.append(f"{where}: type=integer needs whole numbers, got min={self.min:g} and max={self.max:g}")
+            problems.add(
+                ("type", "min", "max"),
+                f"{where}: type=integer needs whole numbers, got min={self.min:g} and max={self.max:g}",
+            )
 
 
 def _read_dimension(where: str, value: Any, problems: list[str]) -> list[Any] | NumberRange:

@@ -7,11 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fctune.config.fields import AT_LEAST_1, KEEPS_PREPARED, Null, Range, join_key
-from fctune.config.intervals import PERCENTAGE
+from fctune.config.conditions import parse_conditions
+from fctune.config.fields import AT_LEAST_1, KEEPS_PREPARED, NotEmpty, Null, Range, SectionProblems, join_key
+from fctune.config.intervals import PERCENTAGE, parse_share
 from fctune.config.parsing import suggest_hub_name
 
-DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".ndjson", ".parquet", ".csv")
+_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+DATA_SUFFIXES = (*(name + end for end in ("", ".gz", ".zst") for name in _JSON_SUFFIXES), ".parquet", ".csv")
+
+Fold = Literal["auto", "always", "never"]
+Failed = Literal["drop", "keep"]
+WrongTurns = Literal["context", "train"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,7 +25,7 @@ class SourceConfig:
     """A source of training rows."""
 
     path: str
-    """JSON, JSONL, JSONL.gz, Parquet or CSV file, a directory of them or from `save_to_disk`,
+    """JSON or JSONL file (also .gz and .zst), Parquet or CSV file, a directory of them or from `save_to_disk`,
     `hf:NAME[:CONFIG][:SPLIT][@REVISION]`, or `synthetic:SPLIT:ROWS[:SEED]` (of pairs: `synthetic:pairs:ROWS`)."""
     format: str = "auto"
     """Row format by the name of its reader; `auto` detects it from the rows."""
@@ -29,29 +35,144 @@ class SourceConfig:
     """The format's name for each column of another name, such as `{question: query}`; `ignore` leaves one out. Columns
     with text that nothing reads make a row invalid."""
 
-    def check(self, where: str, problems: list[str]) -> None:
-        """Check that a local source exists, and that columns are mapped to distinct names."""
+    fold: Fold = "auto"
+    """Records whose tools and messages are the beginning of another record's, as logs of an agent's model calls have
+    them: leave them out `always`, `never`, or if the format is one of logs (`auto`). Branches stay apart."""
+
+    where: str = ""
+    """Conditions on the rows to train on, joined by `and`: `score >= 0.8 and tool == search`. `tool` is a tool that the
+    conversation calls; `messages`, `calls` and `characters` are counts; other names are columns, or keys (also of
+    `metadata`, `scores`, `feedback_stats`, `attributes`; joined by dots). Rows that lack one are left out."""
+    failed: Failed = "drop"
+    """Answers that the row marks as failed, cut off or rejected, and runs that did not solve their task: leave them out
+    (`drop`), or read them as others (`keep`)."""
+    wrong_turns: WrongTurns = "context"
+    """Turns whose calls all have results that are marked as errors: only what the model reads (`context`), or trained
+    (`train`)."""
+
+    def check(self, where: str, problems: SectionProblems) -> None:
+        """Check that a local source exists, that columns are mapped to distinct names, and the conditions."""
+        try:
+            parse_conditions(self.where)
+        except ValueError as error:
+            problems.add(("where",), f"{join_key(where, 'where')}: {error}")
         for own, name in self.columns.items():
             if not isinstance(name, str) or not name:
                 key = join_key(where, "columns")
-                problems.append(f"{key}.{own}={name}: expected a column of the row format, such as query, or ignore")
+                problems.add(
+                    ("columns",), f"{key}.{own}={name}: expected a column of the row format, such as query, or ignore"
+                )
         names = [name for name in self.columns.values() if name != "ignore"]
         if repeated := next((name for name in names if names.count(name) > 1), None):
             owns = " and ".join(own for own, name in self.columns.items() if name == repeated)
-            problems.append(f"{join_key(where, 'columns')}: {owns} are both mapped to {repeated}; map one of them")
+            problems.add(
+                ("columns",), f"{join_key(where, 'columns')}: {owns} are both mapped to {repeated}; map one of them"
+            )
         if not self.path.startswith(("hf:", "synthetic:")) and (problem := _find_path_problem(Path(self.path))):
-            problems.append(f"{join_key(where, 'path')}={self.path}: {problem}")
+            problems.add(("path",), f"{join_key(where, 'path')}={self.path}: {problem}")
 
 
 def _find_path_problem(path: Path) -> str:
     """Return what is seen to be wrong with a source's file or directory without reading rows, or ""."""
     if not os.path.exists(path):
         return f"no such file or directory{suggest_hub_name(str(path))} (relative paths start at {Path.cwd()})"
-    if path.is_dir() and not any(file.name.endswith(DATA_SUFFIXES) for file in path.iterdir()):
+    if path.is_dir() and not any(name.endswith(DATA_SUFFIXES) for _, _, names in os.walk(path) for name in names):
         return f"no data files in this directory; expected {', '.join(DATA_SUFFIXES)}"
     if path.is_file() and path.stat().st_size == 0:
         return "an empty file; expected rows"
     return ""
+
+
+@dataclass(kw_only=True, slots=True)
+class AugmentConfig:
+    """Rows changed and added to strengthen the training rows. Each kind has the share of rows that it is applied to,
+    of those that it can be applied to; a hash decides which. Held-out rows stay as they are.
+    """
+
+    mask_names: Annotated[float | str, PERCENTAGE] = 0.0
+    """Change: tools and parameters that have a description get meaningless names, in calls as well, so that the model
+    reads descriptions. Names that the user says, or that a value holds, are kept."""
+    distract: Annotated[float | str, PERCENTAGE] = 0.0
+    """Change: tools are added that cannot do what the calls do: of the same source, offered with the row's tools
+    elsewhere, or described in similar words. The row then has 3 to `max_tools`."""
+    shuffle_tools: Annotated[float | str, PERCENTAGE] = 0.0
+    """Change: tools are in another order."""
+    paraphrase: Annotated[float | str, PERCENTAGE] = 0.0
+    """Change: tools' schemas are written with their keys and parameters in another order, and with or without keys that
+    change nothing for the calls."""
+    take_away: Annotated[float | str, PERCENTAGE] = 0.0
+    """Added row: the request without the tools that it needs, answered by a text that says what is missing, in many
+    wordings. The original row stays."""
+    ask: Annotated[float | str, PERCENTAGE] = 0.0
+    """Added row: the request without a value that a call requires, answered by a question for it; in half of the rows
+    the user then gives it. The original row stays."""
+    repeat: Annotated[float | str, PERCENTAGE] = 0.0
+    """Added row: a request that takes several calls of one tool, from a row with one call and the values or requests of
+    other rows for the same tool. The original row stays."""
+    max_tools: Annotated[int, Range(ge=3)] = 8
+    """Largest number of tools of a row that `distract` adds to."""
+    seed: int = 0
+    """Seed of all choices."""
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of each kind that is above 0, in the order in which they are applied."""
+        return {kind: share for kind in AUGMENT_KINDS if (share := parse_share(getattr(self, kind))) > 0}
+
+    def check(self, where: str, problems: SectionProblems) -> None:
+        """Check that a kind has a share; one that cannot be read is reported by its field."""
+        try:
+            shares = self.shares()
+        except ValueError:
+            return
+        if not shares:
+            problems.add(
+                AUGMENT_KINDS,
+                f"{where}: every share is 0; set one, such as {where}.take_away=10%, or remove the section",
+            )
+
+
+CHANGES = ("distract", "mask_names", "paraphrase", "shuffle_tools")
+ADDITIONS = ("take_away", "ask", "repeat")
+AUGMENT_KINDS = (*CHANGES, *ADDITIONS)
+
+
+@dataclass(kw_only=True, slots=True)
+class ReplayConfig:
+    """General rows among the training rows, so that the model keeps what it can do."""
+
+    sources: Annotated[list[SourceConfig], NotEmpty("[{path: general.jsonl}]")]
+    """Sources of conversations, with tools or without. Rows are drawn at random, each once, in proportion to the
+    sources' weights. They are never held out or augmented."""
+    share: Annotated[float | str, PERCENTAGE] = "5%"
+    """Share of the training conversations of an epoch that are these, counted after weights and `augment`."""
+
+    def check(self, where: str, problems: SectionProblems) -> None:
+        """Check that some conversations are these, and others are not."""
+        try:
+            share = parse_share(self.share)
+        except ValueError:
+            return  # reported by its field
+        if not 0 < share < 1:
+            problems.add(("share",), f"{where}.share={self.share}: expected more than 0 and less than 100%")
+
+
+RedactKind = Literal["secrets", "emails", "phones", "paths"]
+REDACT_KINDS: tuple[RedactKind, ...] = ("secrets", "emails", "phones", "paths")
+
+
+@dataclass(kw_only=True, slots=True)
+class RedactConfig:
+    """Placeholders in place of secrets and personal data, with `secrets: redact`."""
+
+    kinds: Annotated[list[RedactKind], NotEmpty("[secrets, emails]")] = field(default_factory=lambda: ["secrets"])
+    """Texts to replace: credentials, email addresses, phone numbers, and the user's name in paths of home
+    directories."""
+    seed: int = 0
+    """Seed of the placeholders: the same text has the same placeholder in all rows. With the seed, a guess of a text
+    can be verified, so choose one of your own for phone numbers and email addresses."""
+    supervise: bool = False
+    """Supervise turns of the assistant in which a text was replaced. Otherwise they are context, so that the model
+    learns no placeholder as a value."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,6 +186,10 @@ class DataConfig:
     added. Of 20 or more, at least one is held out; 0: none."""
     max_samples: Annotated[int | None, AT_LEAST_1, Null("all rows")] = None
     """Rows to read from each source."""
+    augment: Annotated[AugmentConfig | None, Null("rows as they are")] = None
+    """Rows changed and added to strengthen the training rows."""
+    replay: Annotated[ReplayConfig | None, Null("none")] = None
+    """General rows among the training rows."""
     seq_len: Annotated[int, Range(ge=8)] = 4096
     """Length of a training row in tokens; no conversation may be longer (see `overlong`)."""
     pairs: bool = False
@@ -107,30 +232,50 @@ class DataConfig:
     special_tokens_in_content: Literal["fail", "escape", "keep"] = "fail"
     """Rows that spell a special token of the tokenizer, such as `<|im_end|>`, in a message, tool or argument: report
     them as invalid, encode the token as plain text, or keep it as the control token."""
+    secrets: Literal["warn", "redact", "fail", "ignore"] = "warn"
+    """Credentials in rows (keys of providers, private keys, passwords): `warn` counts them by kind, `redact` replaces
+    them as `redact` says, `fail` stops before training, `ignore` does not look for them. No message shows a secret;
+    `fctune data check` lists their places."""
+    redact: RedactConfig = field(default_factory=RedactConfig)
+    """Placeholders in place of secrets and personal data, with `secrets: redact`."""
     prepared_dir: Annotated[
         str | None, Null("`prepared` in FCTUNE_CACHE, which is ~/.cache/fctune by default"), KEEPS_PREPARED
     ] = None
     """Directory of prepared (tokenised and packed) sets, which all nodes share. `fctune clean` lists and removes
     them."""
 
-    def check(self, where: str, problems: list[str]) -> None:
-        """Check keys that cannot be combined with preference pairs."""
+    def check(self, where: str, problems: SectionProblems) -> None:
+        """Check keys that cannot be combined with others, most of them with preference pairs."""
+        if self.secrets != "redact" and self.redact != RedactConfig():
+            problems.add(
+                ("redact", "secrets"),
+                f"{where}.redact: has no effect with {where}.secrets={self.secrets}; set {where}.secrets=redact",
+            )
         if not self.pairs:
             return
         if not self.packed:
-            problems.append(
-                f"{where}.packed=false: the two answers of a pair share a packed row; set {where}.packed=true"
+            problems.add(
+                ("packed", "pairs"),
+                f"{where}.packed=false: the two answers of a pair share a packed row; set {where}.packed=true",
             )
         if self.overlong == "cut":
-            problems.append(f"{where}.overlong=cut: an answer of a pair cannot be cut; set {where}.overlong=drop")
-        if self.call_weight != 1.0:
-            problems.append(
-                f"{where}.call_weight={self.call_weight:g}: all tokens of a pair's answers have the same weight; "
-                "leave it out"
+            problems.add(
+                ("overlong", "pairs"),
+                f"{where}.overlong=cut: an answer of a pair cannot be cut; set {where}.overlong=drop",
             )
+        if self.call_weight != 1.0:
+            problems.add(
+                ("call_weight", "pairs"),
+                f"{where}.call_weight={self.call_weight:g}: all tokens of a pair's answers have the same weight; "
+                "leave it out",
+            )
+        for key, what in (("augment", "changes and adds conversations"), ("replay", "mixes conversations in")):
+            if getattr(self, key) is not None:
+                problems.add((key, "pairs"), f"{where}.{key}: {what}, and the rows are preference pairs; remove it")
         for index, source in enumerate(self.sources):
             if source.format != "auto":
-                problems.append(
+                problems.add(
+                    ("sources", "pairs"),
                     f"{where}.sources.{index}.format={source.format}: pairs have one format, with prompt, chosen and "
-                    "rejected; leave it out"
+                    "rejected; leave it out",
                 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from fctune.config.fields import AT_LEAST_1, Null, Range
+from fctune.config.fields import AT_LEAST_1, Null, Range, SectionProblems
 from fctune.config.intervals import INTERVAL
 from fctune.config.parsing import describe_no_file
 
@@ -45,10 +45,11 @@ class EvalConfig:
     early_stop: Annotated[int | None, AT_LEAST_1, Null("never")] = None
     """End the run after this many evaluations without a better accuracy."""
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check that the cases exist."""
         if self.cases != VALIDATION_CASES and not os.path.isfile(self.cases):
-            problems.append(
+            problems.add(
+                ("cases",),
                 f"{where}.cases={self.cases}: {describe_no_file(self.cases)} (relative paths start at {Path.cwd()}); "
-                f"specify a JSONL file of held-out cases, or {VALIDATION_CASES}"
+                f"specify a JSONL file of held-out cases, or {VALIDATION_CASES}",
             )

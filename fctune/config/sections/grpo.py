@@ -7,7 +7,17 @@ import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, MAY_CHANGE, SAME_CONTENT, SHARE, Null, Range, join_key
+from fctune.config.fields import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    MAY_CHANGE,
+    SAME_CONTENT,
+    SHARE,
+    Null,
+    Range,
+    SectionProblems,
+    join_key,
+)
 from fctune.config.parsing import describe_no_file
 from fctune.config.sections.rollouts import DialogueConfig, ServerConfig, find_source_problems, is_dialogue_source
 
@@ -105,30 +115,38 @@ class GRPOConfig:
         """Answers of a batch in which no group is dropped."""
         return self.prompts_per_step * self.group_size
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check that local cases exist, and that a server is named if one generates."""
         if (self.engine == "server") != (self.server is not None):
             key, other = join_key(where, "engine"), join_key(where, "server")
             remedy = f"set {other}.url" if self.server is None else f"remove {other}, or set {key}=server"
-            problems.append(f"{key}={self.engine}: {other} is required by engine=server, and only by that; {remedy}")
+            problems.add(
+                ("engine", "server"),
+                f"{key}={self.engine}: {other} is required by engine=server, and only by that; {remedy}",
+            )
         self._check_shares(join_key(where, "category_shares"), problems)
         if is_dialogue_source(self.cases):
-            problems += find_source_problems(self.cases, where)
+            for problem in find_source_problems(self.cases, where):
+                problems.add(("cases",), problem)
         elif not self.cases.startswith("synthetic:") and not os.path.isfile(self.cases):
-            problems.append(
+            problems.add(
+                ("cases",),
                 f"{join_key(where, 'cases')}={self.cases}: {describe_no_file(self.cases)}; make one with "
-                "fctune data cases ROWS --out FILE"
+                "fctune data cases ROWS --out FILE",
             )
 
-    def _check_shares(self, key: str, problems: list[str]) -> None:
+    def _check_shares(self, key: str, problems: SectionProblems) -> None:
         """Check that the shares are shares of a batch of single turns."""
         if self.category_shares is None:
             return
         if is_dialogue_source(self.cases):
-            problems.append(f"{key}: only for cases of one turn, not for {self.cases}; remove it")
+            problems.add(
+                ("category_shares", "cases"), f"{key}: only for cases of one turn, not for {self.cases}; remove it"
+            )
         wrong = {name: share for name, share in self.category_shares.items() if not SHARE.contains(share)}
-        problems += [f"{key}.{name}={share}: expected {SHARE.describe()}" for name, share in wrong.items()]
+        for name, share in wrong.items():
+            problems.add(("category_shares",), f"{key}.{name}={share}: expected {SHARE.describe()}")
         if not wrong and (total := math.fsum(self.category_shares.values())) > 1 + 1e-9:
-            problems.append(f"{key}: the shares sum to {total:g}; expected at most 1")
+            problems.add(("category_shares",), f"{key}: the shares sum to {total:g}; expected at most 1")
         if not self.category_shares:
-            problems.append(f"{key}={{}}: empty; write e.g. {{no_call: 0.3}}, or remove the key")
+            problems.add(("category_shares",), f"{key}={{}}: empty; write e.g. {{no_call: 0.3}}, or remove the key")

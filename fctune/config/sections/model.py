@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from fctune.base.errors import ConfigError
 from fctune.config.chat_templates import read_chat_template
-from fctune.config.fields import AT_LEAST_0, SAME_CONTENT, Null, join_key
+from fctune.config.fields import AT_LEAST_0, SAME_CONTENT, Null, SectionProblems, join_key
 from fctune.config.parsing import suggest_hub_name
 
 ModelSource = Literal["auto", "torchtune", "transformers"]
@@ -47,28 +47,34 @@ class ModelConfig:
     """Switches of the chat template by name, such as `{enable_thinking: true}` or `{reasoning_effort: low}`; used for
     training, evaluation and serving. A row's own switches override them."""
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check the chat template and its switches, and that a local model directory exists."""
-        problems += find_template_args_problems(self.template_args, join_key(where, "template_args"))
+        for problem in find_template_args_problems(self.template_args, join_key(where, "template_args")):
+            problems.add(("template_args",), problem)
         if any(not token.strip() for token in self.add_tokens):
-            problems.append(f"{join_key(where, 'add_tokens')}: contains an empty token; remove it")
+            problems.add(("add_tokens",), f"{join_key(where, 'add_tokens')}: contains an empty token; remove it")
         if repeated := sorted({token for token in self.add_tokens if self.add_tokens.count(token) > 1}):
-            problems.append(f"{join_key(where, 'add_tokens')}: {', '.join(map(repr, repeated))} is listed twice")
+            problems.add(
+                ("add_tokens",), f"{join_key(where, 'add_tokens')}: {', '.join(map(repr, repeated))} is listed twice"
+            )
         if self.chat_template is not None:
             try:
                 read_chat_template(self.chat_template)
             except ConfigError as error:
-                problems.append(f"{join_key(where, 'chat_template')}={error}")
+                problems.add(("chat_template",), f"{join_key(where, 'chat_template')}={error}")
         key = join_key(where, "path")
         if self.path.startswith("hf:"):
             return
         if not os.path.isdir(self.path):
-            problems.append(
+            problems.add(
+                ("path",),
                 f"{key}={self.path}: no such directory{suggest_hub_name(self.path, ';')} expected a Hugging Face model "
-                "directory, or hf:NAME@REVISION"
+                "directory, or hf:NAME@REVISION",
             )
         elif not os.path.isfile(Path(self.path) / "config.json"):
-            problems.append(f"{key}={self.path}: contains no config.json, so it is not a Hugging Face model directory")
+            problems.add(
+                ("path",), f"{key}={self.path}: contains no config.json, so it is not a Hugging Face model directory"
+            )
 
 
 def find_template_args_problems(template_args: dict[str, Any], where: str) -> list[str]:

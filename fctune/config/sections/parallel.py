@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fctune.config.fields import AT_LEAST_1, SHARE, Null
+from fctune.config.fields import AT_LEAST_1, SHARE, Null, SectionProblems
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,25 +27,31 @@ class ParallelConfig:
     """Ranks over which the experts of a mixture are spread: each holds a part of them, and tokens are sent to it. Other
     weights are sharded by `fsdp` or `hsdp`."""
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check keys that only some modes support."""
         if self.expert > 1 and self.mode == "ddp":
-            problems.append(
+            problems.add(
+                ("expert", "mode"),
                 f"{where}.expert={self.expert}: needs ranks that shard the other weights, but ddp shards none; set "
-                f"{where}.mode=fsdp or hsdp"
+                f"{where}.mode=fsdp or hsdp",
             )
         if self.expert > 1 and self.cpu_offload:
-            problems.append(
+            problems.add(
+                ("expert", "cpu_offload"),
                 f"{where}.expert={self.expert}: experts that are spread over ranks stay on their devices; set "
-                f"{where}.cpu_offload=false"
+                f"{where}.cpu_offload=false",
             )
         if self.replicate is not None and self.mode != "hsdp":
-            problems.append(
+            problems.add(
+                ("replicate", "mode"),
                 f"{where}.replicate={self.replicate}: only hsdp uses replicas, but {where}.mode is {self.mode}; "
-                f"set {where}.mode=hsdp, or leave replicate out"
+                f"set {where}.mode=hsdp, or leave replicate out",
             )
         if self.cpu_offload and self.mode == "ddp":
-            problems.append(f"{where}.cpu_offload: offloads shards, but ddp has none; set {where}.mode=fsdp or hsdp")
+            problems.add(
+                ("cpu_offload", "mode"),
+                f"{where}.cpu_offload: offloads shards, but ddp has none; set {where}.mode=fsdp or hsdp",
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,15 +67,17 @@ class ActivationCheckpointingConfig:
     offload: bool = False
     """Move the inputs of checkpointed blocks to host memory until the backward pass (CUDA only)."""
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check that offloading has something to offload, and offloads all of it."""
         if self.offload and self.policy == "op":
-            problems.append(
+            problems.add(
+                ("offload", "policy"),
                 f"{where}.offload: moves the inputs of blocks, and {where}.policy=op keeps products on the device too; "
-                f"set {where}.policy=block"
+                f"set {where}.policy=block",
             )
         if self.offload and not self.fraction:
-            problems.append(
+            problems.add(
+                ("offload", "fraction"),
                 f"{where}.offload: moves what checkpointed blocks keep, but no block is checkpointed; set "
-                f"{where}.fraction over 0"
+                f"{where}.fraction over 0",
             )

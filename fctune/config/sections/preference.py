@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fctune.config.fields import AT_LEAST_0, Null, Range, join_key
+from fctune.config.fields import AT_LEAST_0, Null, Range, SectionProblems, join_key
 
 PreferenceLoss = Literal["dpo", "ipo", "simpo", "orpo"]
 
@@ -48,7 +48,7 @@ class PreferenceConfig:
         """The configured beta, or the default of the loss."""
         return _BETAS[self.loss] if self.beta is None else self.beta
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check for options that belong to other losses."""
         for key, value, owner in (
             ("length_normalized", self.length_normalized, "dpo"),
@@ -57,6 +57,11 @@ class PreferenceConfig:
         ):
             if value and self.loss != owner:
                 name = join_key(where, key)
-                problems.append(f"{name}: belongs to loss={owner}, and {where}.loss={self.loss}; leave it out")
+                problems.add(
+                    (key, "loss"), f"{name}: belongs to loss={owner}, and {where}.loss={self.loss}; leave it out"
+                )
         if self.loss == "orpo" and self.sft_weight:
-            problems.append(f"{where}.sft_weight: loss=orpo contains the supervised loss at weight 1; leave it out")
+            problems.add(
+                ("sft_weight", "loss"),
+                f"{where}.sft_weight: loss=orpo contains the supervised loss at weight 1; leave it out",
+            )

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from fctune.config.fields import AT_LEAST_1, Null, Range, join_key
+from fctune.config.fields import AT_LEAST_1, Null, Range, SectionProblems, join_key
 from fctune.config.server_address import find_address_problem
 
 ENVIRONMENT, RECORDED = "environment:", "recorded:"
@@ -31,10 +31,10 @@ class ServerConfig:
     max_wait_s: Annotated[float, Range(gt=0)] = 1800.0
     """Seconds to wait for an unavailable server; then the run ends, and the same command resumes it."""
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check the server's address."""
         if (problem := find_address_problem(self.url, join_key(where, "url"))) is not None:
-            problems.append(problem)
+            problems.add(("url",), problem)
 
 
 @dataclass(kw_only=True, slots=True)

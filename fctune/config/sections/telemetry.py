@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, NotEmpty, Null, Range
+from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, NotEmpty, Null, Range, SectionProblems
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,7 +62,10 @@ class ProfileConfig:
     """Record the call stack of each allocation, for the memory snapshot that an out-of-memory error leaves (CUDA only);
     slower."""
 
-    def check(self, where: str, problems: list[str]) -> None:
+    def check(self, where: str, problems: SectionProblems) -> None:
         """Check the order of the steps."""
         if self.last_step < self.first_step:
-            problems.append(f"{where}.last_step={self.last_step}: less than {where}.first_step={self.first_step}")
+            problems.add(
+                ("last_step", "first_step"),
+                f"{where}.last_step={self.last_step}: less than {where}.first_step={self.first_step}",
+            )

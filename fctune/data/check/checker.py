@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from fctune.base.errors import DataError
+from fctune.config.sections.data import Fold
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.check.overlap import OverlapIndex
 from fctune.data.check.reasoning import ReasoningCount
 from fctune.data.check.report import (
     NUM_EXAMPLES,
+    AugmentedRows,
     Example,
     Lengths,
     OverlapExample,
     OverlapFinding,
     Repeat,
     Report,
+    SecretsFound,
     SourceSummary,
     Tokens,
     ToolUse,
@@ -28,7 +31,8 @@ from fctune.data.check.similarity import Location, SimilarityIndex, WordHasher
 from fctune.data.check.warnings import CLASSES, classify, iter_warnings
 from fctune.data.conversation import Conversation
 from fctune.data.conversation_encoder import get_defect_kind
-from fctune.data.sources import Defect, ParsedRow, parse_source
+from fctune.data.secrets import SecretCounts, SecretScanner, warn
+from fctune.data.sources import DEFAULT_SELECTION, Defect, LeftOut, ParsedRow, RowReader, Selection, scan_source
 from fctune.data.sources.columns import Columns
 
 Encode = Callable[[Conversation], tuple[int, int]]
@@ -50,6 +54,9 @@ def check_sources(
     on_progress: Callable[[int], None] | None = None,
     template: ChatTemplate | None = None,
     columns: Columns | None = None,
+    fold: Fold = "auto",
+    selection: Selection = DEFAULT_SELECTION,
+    secrets: Sequence[str] = ("secrets",),
 ) -> Report:
     """Check all rows of the sources.
 
@@ -64,14 +71,17 @@ def check_sources(
         on_progress: Called every 500 rows with the number of rows read so far.
         template: Template of the model, for tokens of reasoning and what they would teach it.
         columns: The format's name for each column of another name, or ``ignore``.
+        fold: Leave out records that others continue: always, never, or in logs (auto).
+        selection: Which rows are read, and which of their turns are context.
+        secrets: Texts to warn about: ``secrets``, ``emails``, ``phones``, ``paths``.
 
     Raises:
         DataError: A path does not exist, or rows have an unknown format. Truncated files are part of the report.
     """
-    check = _Check(encode, seq_len, validation, eval_suites, on_progress, ReasoningCount(template))
+    check = _Check(encode, seq_len, validation, eval_suites, on_progress, ReasoningCount(template), secrets)
     try:
         for path in paths:
-            check.read(path, row_format, max_samples, columns)
+            check.read(path, row_format, max_samples, columns, fold, selection)
         return check.report()
     finally:
         check.similarity.close()
@@ -88,7 +98,10 @@ class _Check:
         eval_suites: Iterable[str],
         on_progress: Callable[[int], None] | None,
         reasoning: ReasoningCount,
+        secrets: Sequence[str],
     ) -> None:
+        self.scanner = SecretScanner(secrets)
+        self.secrets = SecretCounts()
         self.start = time.monotonic()
         self.encode = encode
         self.seq_len = seq_len
@@ -107,6 +120,8 @@ class _Check:
         self.warning_counts: Counter[str] = Counter()
         self.examples: dict[str, list[Example]] = defaultdict(list)
         self.notes: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
+        self.augmented = AugmentedRows()
         self.classes: Counter[str] = Counter()
         self.declared: Counter[str] = Counter()
         self.called: Counter[str] = Counter()
@@ -115,12 +130,20 @@ class _Check:
         self.tokens: Counter[int] = Counter()
         self.num_supervised = self.num_unsupervised = self.num_not_renderable = 0
 
-    def read(self, path: str, row_format: str, max_samples: int | None, columns: Columns | None) -> None:
+    def read(
+        self,
+        path: str,
+        row_format: str,
+        max_samples: int | None,
+        columns: Columns | None,
+        fold: Fold,
+        selection: Selection,
+    ) -> None:
         """Check the rows of a source."""
         source = SourceSummary(path, 0, 0, {}, None)
         self.sources.append(source)
         self.row_formats = Counter()
-        for row in _iter_rows(source, row_format, max_samples, columns):
+        for row in self._iter_rows(source, row_format, max_samples, columns, fold, selection):
             self.num_rows += 1
             source.rows += 1
             if isinstance(row, Defect):
@@ -131,6 +154,30 @@ class _Check:
                 self.on_progress(self.num_rows)
         source.row_formats = dict(self.row_formats.most_common())
         source.conversations = self.row_formats.total()
+
+    def _iter_rows(
+        self,
+        source: SourceSummary,
+        row_format: str,
+        max_samples: int | None,
+        columns: Columns | None,
+        fold: Fold,
+        selection: Selection,
+    ) -> Iterator[ParsedRow | Defect]:
+        """Yield the rows of a source; if it fails after some, record the error in the source."""
+        reader = RowReader(row_format, columns, selection=selection)
+        try:
+            for row in islice(scan_source(source.path, row_format, columns, fold, selection), max_samples):
+                self.left_out.update(row.left_out or {})
+                parsed = reader.read(row)
+                if isinstance(parsed, LeftOut):
+                    self.left_out[parsed.kind] += 1
+                else:
+                    yield self.scanner.hide(parsed, row.value) if isinstance(parsed, Defect) else parsed
+        except DataError as error:
+            if source.rows == 0:
+                raise
+            source.error = str(error)
 
     def add_defect(self, defect: Defect) -> None:
         self.counts[defect.kind] += 1
@@ -150,17 +197,20 @@ class _Check:
             except DataError as error:
                 self.num_not_renderable += 1
                 reason = str(error).removeprefix(f"{file}:{line}: ")
-                self.add_defect(Defect(file, int(line), "", get_defect_kind(error), reason))
+                defect = Defect(file, int(line), "", get_defect_kind(error), reason)
+                self.add_defect(self.scanner.hide(defect, conversation.to_json()))
                 return
             self.tokens[num_tokens] += 1
             self.num_supervised += num_supervised
             self.num_unsupervised += num_supervised == 0
         self.row_formats[row.row_format] += 1
-        self.similarity.add(conversation, self.files.setdefault(file, len(self.files)), int(line))
+        self.similarity.add(conversation, self.files.setdefault(file, len(self.files)), int(line), row.digest())
         for overlap in self.overlaps:
             overlap.add(conversation)
         kinds = set()
-        for warning in iter_warnings(row):
+        findings = self.scanner.locate(row)
+        self.secrets.count(findings)
+        for warning in warn(findings, iter_warnings(row)):
             self.warning_counts[warning.kind] += 1
             kinds.add(warning.kind)
             self.add_example(warning.kind, Example(file, int(line), warning.pointer, warning.reason))
@@ -168,6 +218,8 @@ class _Check:
         self.notes.update(row.notes)
         self.reasoning.add(conversation)
         self.classes[classify(conversation)] += 1
+        if row.mark is not None:
+            self.augmented.add(row.mark["kinds"])
         self.messages[len(conversation.messages)] += 1
         self.characters[sum(len(message.content or "") for message in conversation.messages)] += 1
         names = [call.name for message in conversation.messages for call in message.calls]
@@ -195,6 +247,9 @@ class _Check:
             defect_kinds=make_findings(self.counts, self.rows_of, self.examples),
             warning_kinds=make_findings(self.warning_counts, self.rows_of, self.examples),
             notes=dict(self.notes.most_common()),
+            left_out=dict(self.left_out.most_common()),
+            augmented=self.augmented,
+            secrets=SecretsFound(self.secrets.rows, dict(sorted(self.secrets.kinds.items()))),
             classes={name: self.classes[name] for name in CLASSES},
             num_messages=Lengths.from_counts(self.messages),
             num_characters=Lengths.from_counts(self.characters),
@@ -223,18 +278,6 @@ class _Check:
             self.num_not_renderable,
             lengths,
         )
-
-
-def _iter_rows(
-    source: SourceSummary, row_format: str, max_samples: int | None, columns: Columns | None
-) -> Iterator[ParsedRow | Defect]:
-    """Yield the rows of a source; if it fails after some, record the error in the source."""
-    try:
-        yield from islice(parse_source(source.path, row_format, columns), max_samples)
-    except DataError as error:
-        if source.rows == 0:
-            raise
-        source.error = str(error)
 
 
 def _describe_repeat(repeat: tuple[Location, Location, float], names: list[str]) -> Repeat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,13 +45,21 @@ class OverlapIndex:
     Turns under ``MIN_WORDS`` words are ignored: "Hello" and "What can you do?" occur in BFCL and everywhere else. An
     item counts as found if one row's user turns contain ``FOUND_SHARE`` of its runs. The method is that of GPT-3's
     contamination study (Brown et al. 2020, appendix C), with shorter runs since questions are short.
+
+    Args:
+        path: The held-out set.
+        purpose: Whether its items are rows or the questions of a suite.
+        hasher: Hashes the words.
+        items: Name and user turns of each item, if they were read already.
     """
 
-    def __init__(self, path: str, purpose: Purpose, hasher: WordHasher) -> None:
+    def __init__(
+        self, path: str, purpose: Purpose, hasher: WordHasher, items: Iterable[tuple[str, list[str]]] | None = None
+    ) -> None:
         self.hasher = hasher
         self._names: list[str] = []
         runs, owners = [], []
-        for name, texts in _iter_items(path, purpose):
+        for name, texts in iter_items(path, purpose) if items is None else items:
             hashes = self._hash(texts)
             if len(hashes):
                 runs.append(hashes)
@@ -66,15 +75,15 @@ class OverlapIndex:
         self._found = np.zeros(len(self._names), np.bool_)
         self.overlap = Overlap(path, purpose, len(self._names))
 
-    def add(self, conversation: Conversation) -> None:
-        """Look up a training row."""
+    def add(self, conversation: Conversation) -> bool:
+        """Look up a training row; returns True if an item was found in it."""
         texts = [message.content for message in conversation.messages if message.role == "user" and message.content]
         hashes = self._hash(texts)
         left = np.searchsorted(self._runs, hashes, "left")
         right = np.searchsorted(self._runs, hashes, "right")
         hits = np.flatnonzero(right > left)
         if not len(hits):
-            return
+            return False
         owners = np.concatenate([np.unique(self._owners[left[i] : right[i]]) for i in hits])
         items, counts = np.unique(owners, return_counts=True)
         shares = counts / self._sizes[items]
@@ -87,6 +96,7 @@ class OverlapIndex:
                     overlap.examples.append((conversation.source, self._names[item], float(share)))
                 self._found[item] = True
             overlap.num_found = int(self._found.sum())
+        return bool(found.any())
 
     def _hash(self, texts: list[str]) -> Any:
         """Return hashes of all n-grams, each once."""
@@ -95,7 +105,7 @@ class OverlapIndex:
         return np.unique(np.concatenate(runs)) if runs else np.zeros(0, np.uint64)
 
 
-def _iter_items(path: str, purpose: Purpose) -> Any:
+def iter_items(path: str, purpose: Purpose) -> Iterator[tuple[str, list[str]]]:
     """Yield the name and user turns of each item: rows of any known format, or questions of an eval suite."""
     if purpose == "validation":
         for row in parse_source(path):

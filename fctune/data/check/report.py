@@ -18,9 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fctune.config.intervals import choose_noun, format_count
+from fctune.config.sections.data import ADDITIONS
 from fctune.data.check.reasoning import ReasoningUse
 from fctune.data.check.warnings import CLASSES, WARNING_KINDS
-from fctune.data.sources import DEFECT_KINDS, NOTE_KINDS
+from fctune.data.sources import DEFECT_KINDS, LEFT_OUT_KINDS, NOTE_KINDS
 
 SCHEMA_VERSION = 2
 NUM_EXAMPLES = 5
@@ -143,8 +144,41 @@ class SourceSummary:
 
 
 @dataclass(slots=True)
+class AugmentedRows:
+    """Conversations that `data augment` made. A changed one may have several kinds, an added one those of its original.
+
+    Others, in the same sources, are the rows that these were made of, or that were left as they are.
+    """
+
+    changed: Annotated[int, "Rows that were changed"] = 0
+    added: Annotated[int, "Rows that were added to the row that they are made of"] = 0
+    kinds: Annotated[dict[str, int], "Changed or added rows by kind"] = field(default_factory=dict)
+
+    def add(self, kinds: list[str]) -> None:
+        """Count a row that was made by these kinds."""
+        is_added = not set(ADDITIONS).isdisjoint(kinds)
+        self.added += is_added
+        self.changed += not is_added
+        for kind in dict.fromkeys(kinds):
+            self.kinds[kind] = self.kinds.get(kind, 0) + 1
+
+    def describe(self) -> str:
+        """Return the numbers of rows and kinds."""
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.kinds.items()))
+        return f"{self.changed:,} changed and {self.added:,} added by data augment ({kinds})"
+
+
+@dataclass(slots=True)
+class SecretsFound:
+    """Secrets of the conversations, each counted in every place where it stands; the warnings list the places."""
+
+    rows: Annotated[int, "Conversations with a secret"] = 0
+    kinds: Annotated[dict[str, int], "Places by kind of secret"] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Report:
-    """Output of `fctune data check --json`. rows = conversations + defects."""
+    """Output of `fctune data check --json`. rows = conversations + defects; left_out is of records that are no rows."""
 
     sources: Annotated[list[SourceSummary], "One entry per source"]
     rows: Annotated[int, "Rows read"]
@@ -160,6 +194,9 @@ class Report:
     defect_kinds: Annotated[list[Finding], "Defects by kind, the most frequent first"]
     warning_kinds: Annotated[list[Finding], "Warnings by kind, the most frequent first"]
     notes: Annotated[dict[str, int], "Number of conversions made while reading rows, by kind"]
+    left_out: Annotated[dict[str, int], "Number of records and parts of logs that were left out, by kind"]
+    augmented: AugmentedRows
+    secrets: SecretsFound
     classes: Annotated[dict[str, int], CLASSES]
     num_messages: Lengths
     num_characters: Lengths
@@ -198,6 +235,9 @@ class Report:
         if self.notes:
             lines = [f"  {count:>9,}  {NOTE_KINDS[kind]}" for kind, count in self.notes.items()]
             parts.append(Text("\nConversions\n" + "\n".join(lines)))
+        if self.left_out:
+            lines = [f"  {count:>9,}  {LEFT_OUT_KINDS[kind]}" for kind, count in self.left_out.items()]
+            parts.append(Text("\nLeft out\n" + "\n".join(lines)))
         if self.duplicates or self.near_duplicates:
             parts.append(Text("\nRepeats", style="bold"))
         for repeat in self.duplicate_examples[:3]:
@@ -214,6 +254,8 @@ class Report:
         table.add_column(justify="right", style="bold")
         table.add_column()
         add = functools.partial(_add_count, table)
+        if left_out := sum(self.left_out.values()):
+            add(self.rows + left_out, "record", f", {left_out:,} of them left out")
         add(self.rows, "row", f" in {self.seconds:.1f} s")
         add(self.conversations, "conversation")
         add(self.calls, "call", f", {format_count(self.tools, 'tool')}")
@@ -223,6 +265,12 @@ class Report:
         for name, count in self.classes.items():
             share = count / self.conversations if self.conversations else 0.0
             table.add_row(f"{count:,}", f"with {CLASSES[name]} ({share:.0%})", style="dim")
+        if self.augmented.kinds:
+            made = self.augmented.changed + self.augmented.added
+            table.add_row(f"{made:,}", f"augmented: {self.augmented.describe()}", style="dim")
+        if self.secrets.kinds:
+            kinds = ", ".join(f"{kind} {count:,}" for kind, count in self.secrets.kinds.items())
+            table.add_row(f"{self.secrets.rows:,}", f"with secrets or personal data ({kinds})", style="yellow")
         lengths = self.num_characters
         text = f"characters in the median, {lengths.p99:,} at the 99th percentile"
         table.add_row(f"{lengths.p50:,}", text, style="dim")

@@ -30,7 +30,9 @@ _NUM_BANDS = 16
 _MAX_WORDS = 20_000
 _MAX_CACHED_WORDS = 200_000
 _WORD = re.compile(r"\w+")
-_RECORD = np.dtype([("digest", "<u8"), ("line", "<u8"), ("file", "<u4"), ("signature", "<u4", (NUM_HASHES,))])
+_RECORD = np.dtype(
+    [("digest", "<u8"), ("origin", "<u8"), ("line", "<u8"), ("file", "<u4"), ("signature", "<u4", (NUM_HASHES,))]
+)
 
 _SLICE_ROWS = 16_384
 _SLICE_PAIRS = 512  # the kernel maps 64 KiB around each row looked at
@@ -86,28 +88,68 @@ class WordHasher:
         return mixed
 
 
-class SimilarityIndex:
-    """Collects a record of 276 bytes per row in a temporary file and finds the repeats at the end."""
+class MinHasher:
+    """Makes MinHash signatures of texts from their runs of three words."""
 
     def __init__(self, hasher: WordHasher) -> None:
-        self.hasher = hasher
-        self.num_rows = 0
+        self._hasher = hasher
         rng = np.random.default_rng(5)
         self._multipliers = (rng.integers(0, 2**63, (NUM_HASHES, 1), dtype=np.uint64) << np.uint64(1)) | np.uint64(1)
+
+    def sign(self, text: str) -> npt.NDArray[np.uint32]:
+        """Return the signature of a text, ``[NUM_HASHES]``; zeros if it has no words."""
+        runs = self._hasher.hash_runs(self._hasher.hash_words(text), 3)
+        if not len(runs):
+            return np.zeros(NUM_HASHES, np.uint32)
+        signature: npt.NDArray[np.uint32] = ((runs[None, :] * self._multipliers) >> np.uint64(32)).min(1)
+        return signature.astype(np.uint32)
+
+
+class SeenTexts:
+    """Texts in memory, 256 bytes each, for callers that must know at once if a new one nearly repeats another."""
+
+    def __init__(self, hasher: WordHasher) -> None:
+        self._signer = MinHasher(hasher)
+        self._signatures = np.zeros((64, NUM_HASHES), np.uint32)
+        self.num_texts = 0
+
+    def add(self, text: str) -> int | None:
+        """Add a text, and return None; or return the number of the earlier text that it nearly repeats."""
+        signature = self._signer.sign(text)
+        shares = (self._signatures[: self.num_texts] == signature).mean(1)
+        if len(shares) and shares.max() >= NEAR:
+            return int(shares.argmax())
+        if self.num_texts == len(self._signatures):
+            self._signatures = np.concatenate([self._signatures, np.zeros_like(self._signatures)])
+        self._signatures[self.num_texts] = signature
+        self.num_texts += 1
+        return None
+
+
+class SimilarityIndex:
+    """Collects a record of 284 bytes per row in a temporary file and finds the repeats at the end."""
+
+    def __init__(self, hasher: WordHasher) -> None:
+        self.num_rows = 0
+        self._signer = MinHasher(hasher)
         self._file: IO[bytes] = tempfile.TemporaryFile(prefix="fctune-check-")  # noqa: SIM115  closed with the index
         self._record = np.zeros(1, _RECORD)
 
-    def add(self, conversation: Conversation, file: int, line: int) -> None:
-        """Append the digest and MinHash signature of the next row to the temporary file."""
+    def add(self, conversation: Conversation, file: int, line: int, origin: str = "") -> None:
+        """Append the digest and MinHash signature of the next row to the temporary file.
+
+        Args:
+            conversation: The row.
+            file: Index of its file.
+            line: Its line.
+            origin: Digest of the row that it was made of; rows of one origin are no near repeats of each other.
+        """
         record = self._record
-        record["digest"] = int(conversation.digest(), 16)
+        digest = conversation.digest()
+        record["digest"], record["origin"] = int(digest, 16), int(origin or digest, 16)
         record["file"] = file
         record["line"] = line
-        runs = self.hasher.hash_runs(self.hasher.hash_words(spoken_text(conversation)), 3)
-        if len(runs):
-            record["signature"][0] = ((runs[None, :] * self._multipliers) >> np.uint64(32)).min(1)
-        else:
-            record["signature"][0] = 0
+        record["signature"][0] = self._signer.sign(spoken_text(conversation))
         self._write(record.tobytes())
         self.num_rows += 1
 
@@ -219,6 +261,7 @@ def _find_nearest(records: _Records, rows: Rows) -> tuple[Rows, npt.NDArray[np.f
     nearest = np.full(records.num_rows, -1, np.int64)
     shares = np.zeros(records.num_rows, np.float32)
     width = NUM_HASHES // _NUM_BANDS
+    origins = np.concatenate([records.read(start, stop, "origin") for start, stop in records.slices()])
     factors = np.random.default_rng(6).integers(2**62, 2**63, width, dtype=np.uint64) | np.uint64(1)
     for band in range(_NUM_BANDS):
         columns = slice(band * width, (band + 1) * width)
@@ -234,7 +277,7 @@ def _find_nearest(records: _Records, rows: Rows) -> tuple[Rows, npt.NDArray[np.f
             at = same[start : start + _SLICE_PAIRS]
             later, earlier = rows[order[at + 1]], rows[order[at]]
             share = (records.read_signatures(later) == records.read_signatures(earlier)).mean(1)
-            better = (share >= NEAR) & (share > shares[later])
+            better = (share >= NEAR) & (share > shares[later]) & (origins[later] != origins[earlier])
             nearest[later[better]] = earlier[better]
             shares[later[better]] = share[better]
     return nearest, shares

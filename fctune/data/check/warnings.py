@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from fctune.data.control_tokens import find_common_spelling
 from fctune.data.conversation import Call, Conversation, Tool
 from fctune.data.sources import ParsedRow, RowWarning
+from fctune.data.sources.row_builder import CallPointer
 from fctune.data.tool_schema import ToolSchema, load_schema
 
 WARNING_KINDS: dict[str, str] = {
@@ -21,6 +22,7 @@ WARNING_KINDS: dict[str, str] = {
     "no_supervision": "no assistant message has a weight above 0",
     "not_in_enum": "an argument outside the values that its tool allows",
     "parallel_not_allowed": "several calls in one turn although the row sets parallel_tool_calls to false",
+    "personal_data": "an email address, phone number or home directory, with --secrets",
     "placeholder_value": "an argument that looks like a placeholder",
     "reasoning_switched_off": "reasoning in a row that switches thinking off",
     "repeated_call": "the same call twice in one turn",
@@ -28,8 +30,10 @@ WARNING_KINDS: dict[str, str] = {
     "schema_invalid": "a tool's parameters are not valid JSON Schema",
     "schema_unusable": "a tool's parameters refer to themselves endlessly, or to another document",
     "schema_violation": "arguments that violate another rule of the tool's schema",
+    "secret": "a text that looks like a credential; `fctune data convert --redact` replaces it",
     "spelled_control_token": "text of a special token in a row, which a tokenizer may encode as that token",
     "think_tag_in_content": "an assistant's text with a think tag after its start, which stays in the text",
+    "tools_changed": "a record that another one continues with other tools; both are kept",
     "tools_in_prompt": "the system prompt lists tools in its own wording",
     "turn_order": "turns in an order that chat templates may reject",
     "undeclared_tool": "a call to a tool that the row does not declare",
@@ -64,9 +68,12 @@ def iter_warnings(row: ParsedRow) -> Iterator[RowWarning]:
         if problem is not None:
             pointer = f"{row.tools_pointer}[{i}]{row.tools_suffix}.parameters{problem.path}"
             yield RowWarning(pointer, problem.kind, f"{tool.name}: {problem.reason}")
+    located = iter(row.call_pointers)
     for message, pointer in zip(row.conversation.messages, row.message_pointers, strict=True):
-        for j, call in enumerate(message.calls):
-            at = _locate_call(row.row_format, pointer, j, len(message.calls))
+        pointers = [next(located) for _ in message.calls]
+        for j, (call, at) in enumerate(zip(message.calls, pointers, strict=True)):
+            if pointers.count(at) > 1:  # calls in one text
+                at = CallPointer(f"{at.call}[{j}]", f"{at.call}[{j}].arguments")
             yield from _iter_call_warnings(call, at, tools)
         if len(message.calls) > 1:
             texts = [call.name + json.dumps(call.arguments, sort_keys=True) for call in message.calls]
@@ -78,22 +85,17 @@ def _load(tool: Tool) -> ToolSchema:
     return load_schema(marshal.dumps(tool.parameters, 2))
 
 
-def _locate_call(row_format: str, pointer: str, index: int, num_calls: int) -> str:
-    if row_format in ("openai", "synthetic"):
-        return f"{pointer}.tool_calls[{index}].function"
-    return f"{pointer}[{index}]" if num_calls > 1 or row_format == "xlam" else pointer
-
-
-def _iter_call_warnings(call: Call, pointer: str, tools: dict[str, Tool]) -> Iterator[RowWarning]:
+def _iter_call_warnings(call: Call, pointer: CallPointer, tools: dict[str, Tool]) -> Iterator[RowWarning]:
     tool = tools.get(call.name)
     if tool is None:
         declared = ", ".join(list(tools)[:8]) or "none"
-        yield RowWarning(f"{pointer}.name", "undeclared_tool", f"{call.name} is not declared (declared: {declared})")
+        reason = f"{call.name} is not declared (declared: {declared})"
+        yield RowWarning(f"{pointer.call}.name", "undeclared_tool", reason)
     else:
-        yield from _iter_schema_warnings(call, tool, f"{pointer}.arguments")
+        yield from _iter_schema_warnings(call, tool, pointer.arguments)
     for name, value in call.arguments.items():
         if isinstance(value, str) and len(value) < 100 and _PLACEHOLDER.fullmatch(value.strip()):
-            yield RowWarning(f"{pointer}.arguments.{name}", "placeholder_value", f"{value!r} looks like a placeholder")
+            yield RowWarning(f"{pointer.arguments}.{name}", "placeholder_value", f"{value!r} looks like a placeholder")
 
 
 def _iter_schema_warnings(call: Call, tool: Tool, pointer: str) -> Iterator[RowWarning]:

@@ -294,11 +294,11 @@ class EnvironmentHost:
                     "name, description and parameters."
                 )
             tools.append(Tool(function))
+        tool_set = ToolSet(tools)
         for tool in tools:
-            problems = ToolSet(tools).find_errors(Call(tool.name, {}))
-            if any("unusable" in problem for problem in problems):
+            if (problem := tool_set.find_schema_problem(tool.name)) is not None:
                 self.close()
-                raise ConfigError(f"environment {self.name}: {problems[0]}.")
+                raise ConfigError(f"environment {self.name}: {problem}.")
         return tuple(tools)
 
     def _read_task(self, value: Any, where: str) -> TaskSpec:

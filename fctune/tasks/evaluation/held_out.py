@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import islice, starmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fctune.base.errors import ConfigError, DataError
 from fctune.base.files import write_atomically
-from fctune.config.sections.data import DataConfig, SourceConfig
+from fctune.config.conditions import parse_conditions
+from fctune.config.sections.data import DataConfig, Fold, SourceConfig
 from fctune.config.sections.rollouts import ENVIRONMENT, RECORDED
 from fctune.data.conversation import Conversation, Message
 from fctune.data.prepared_set import PreparedSet
-from fctune.data.sources import read_source, scan_source
+from fctune.data.redaction import Redactor
+from fctune.data.sources import DEFAULT_SELECTION, Selection, scan_source
 from fctune.data.sources.columns import Columns
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
@@ -52,29 +54,63 @@ def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path 
     white space aside. Rows that the run held out for validation are among them, except those that it wrote as cases.
     Tasks of environments have no rows.
     """
-    runs = [_find_run(Path(path)) for path in (adapter, model) if path is not None]
+    runs = [find_run(Path(path)) for path in (adapter, model) if path is not None]
     run = next((run for run in runs if run is not None), None)
     if run is None:
         return None
-    questions: dict[tuple[str, ...], list[str]] = {}
-    for case in cases:
-        if key := read_questions(case.questions):
-            questions.setdefault(key, []).append(case.id)
+    found, unread = _find_cases(cases, _read_sources(run), _read_held_out(run))
+    return Leaks(run, found, unread)
+
+
+def _find_cases(
+    cases: Sequence[AnyCase], sources: Iterable[_Source], held_out: frozenset[str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the ids of the cases that sources ask, without their rows of ``held_out``, and the unreadable sources."""
     found: set[str] = set()
-    held_out = _read_held_out(run)
     unread: dict[str, str] = {}
-    for source in _read_sources(run):
+    search = QuestionSearch(cases)
+    for source in sources:
         try:
             for messages in _iter_messages(source, held_out):
-                turns = read_questions(messages)
-                for length in range(1, len(turns) + 1):
-                    found.update(questions.get(turns[:length], ()))
+                found |= search.find(messages)
         except (ConfigError, DataError, OSError) as error:
             unread[source.path] = str(error).split("\n")[0]
-    return Leaks(run, tuple(case.id for case in cases if case.id in found), unread)
+    return tuple(case.id for case in cases if case.id in found), unread
 
 
-def _find_run(path: Path) -> Path | None:
+class QuestionSearch:
+    """Finds cases in training rows: those that open with the same turns of the user, white space aside.
+
+    Args:
+        cases: The cases.
+    """
+
+    def __init__(self, cases: Sequence[AnyCase]):
+        self._ids: dict[tuple[str, ...], list[str]] = {}
+        for case in cases:
+            if key := read_questions(case.questions):
+                self._ids.setdefault(key, []).append(case.id)
+
+    def find(self, messages: Iterable[Message]) -> set[str]:
+        """Return the ids of the cases that a row's messages open with."""
+        turns = read_questions(messages)
+        return {i for length in range(1, len(turns) + 1) for i in self._ids.get(turns[:length], ())}
+
+
+def iter_training_rows(run: Path) -> Iterator[Conversation]:
+    """Yield the conversations that a run was trained on, once each, without those that it wrote as held-out cases.
+
+    Pairs, cases of reinforcement, and sources that cannot be read give none.
+    """
+    held_out = _read_held_out(run)
+    for source in _read_sources(run):
+        if source.kind == "rows":
+            with contextlib.suppress(ConfigError, DataError, OSError):
+                yield from _iter_rows(source, held_out)
+
+
+def find_run(path: Path) -> Path | None:
+    """Return the run that a model or adapter directory is from, or None."""
     path = path.resolve()
     return next((found for found in (path, *path.parents[:_MAX_DEPTH]) if RunFiles(found).run.is_file()), None)
 
@@ -86,18 +122,14 @@ class _Source(NamedTuple):
     kind: Literal["rows", "pairs", "cases"] = "rows"
     row_format: str = "auto"
     columns: Columns | None = None
+    fold: Fold = "auto"
+    selection: Selection = DEFAULT_SELECTION
 
 
 def _read_sources(run: Path) -> list[_Source]:
     try:
         config = json.loads(RunFiles(run).run.read_text(encoding="utf-8"))["config"]
-        data, grpo = config["data"], config.get("grpo")
-        kind: Literal["rows", "pairs"] = "pairs" if data.get("pairs") else "rows"
-        named = [source for source in data["sources"] if source["path"]]
-        sources = [
-            _Source(str(source["path"]), kind, str(source.get("format", "auto")), source.get("columns"))
-            for source in named
-        ]
+        grpo, sources = config.get("grpo"), _list_sources(config["data"])
         cases = "" if grpo is None else str(grpo["cases"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -109,6 +141,28 @@ def _read_sources(run: Path) -> list[_Source]:
     elif cases and not cases.startswith(ENVIRONMENT):
         sources.append(_Source(cases, "cases"))
     return sources
+
+
+def _list_sources(data: Mapping[str, Any]) -> list[_Source]:
+    """Return the sources of a config's ``data`` section."""
+    kind: Literal["rows", "pairs"] = "pairs" if data.get("pairs") else "rows"
+    replayed = (data.get("replay") or {}).get("sources", ())
+    return [
+        _Source(
+            str(source["path"]),
+            kind,
+            str(source.get("format", "auto")),
+            source.get("columns"),
+            source.get("fold", "never"),  # as runs did before the key existed
+            Selection(
+                parse_conditions(source.get("where", "")),
+                source.get("failed", "keep"),
+                source.get("wrong_turns", "train"),
+            ),
+        )
+        for source in (*data["sources"], *replayed)
+        if source["path"]
+    ]
 
 
 def _read_held_out(run: Path) -> frozenset[str]:
@@ -128,13 +182,18 @@ def _iter_messages(source: _Source, held_out: frozenset[str]) -> Iterator[Iterab
         from fctune.data.pairs import PAIRS_FORMAT, Pair, PairReader
 
         reader = PairReader(source.columns)
-        for row in scan_source(source.path, PAIRS_FORMAT, source.columns):
+        for row in scan_source(source.path, PAIRS_FORMAT, source.columns, "never"):
             if isinstance(pair := reader.read(row), Pair):
                 yield from ((*pair.prompt.messages, *answer.messages) for answer in pair.answers)
     else:
-        rows = read_source(source.path, source.row_format, columns=source.columns)
-        conversations = (row for row in rows if isinstance(row, Conversation))
-        yield from (row.messages for row in conversations if not held_out or row.digest() not in held_out)
+        yield from (conversation.messages for conversation in _iter_rows(source, held_out))
+
+
+def _iter_rows(source: _Source, held_out: frozenset[str]) -> Iterator[Conversation]:
+    selection = source.selection
+    parsed = parse_source(source.path, source.row_format, source.columns, fold=source.fold, selection=selection)
+    rows = (row for row in parsed if not isinstance(row, Defect))
+    yield from (row.conversation for row in rows if not held_out or row.digest() not in held_out)
 
 
 def read_questions(messages: Iterable[Message]) -> tuple[str, ...]:
@@ -154,18 +213,34 @@ def write_held_out_cases(config: DataConfig, prepared: PreparedSet, run: Path) -
     if config.pairs or not len(prepared.packs["validation"][0]):
         return
     with contextlib.suppress(DataError, OSError):  # the file is a convenience; the run is complete without it
-        cases = find_held_out_cases(config, prepared, _MAX_WRITTEN)
-        _write(cases, run / HELD_OUT_FILE)
-        leaks = find_leaks(cases, run) if prepared.counts.rows <= _MAX_COMPARED_ROWS else None
-        if leaks is not None and leaks.case_ids:
-            _write([case for case in cases if case.id not in leaks.case_ids], run / HELD_OUT_FILE)
+        cases, _ = make_held_out_cases(config, prepared)
+        if cases:
+            lines = "".join(json.dumps(_to_row(case), ensure_ascii=False) + "\n" for case in cases)
+            write_atomically(run / HELD_OUT_FILE, lines)
 
 
-def _write(cases: Sequence[Case], path: Path) -> None:
-    if cases:
-        write_atomically(path, "".join(json.dumps(_to_row(case), ensure_ascii=False) + "\n" for case in cases))
-    else:
-        path.unlink()
+def make_held_out_cases(config: DataConfig, prepared: PreparedSet) -> tuple[list[Case], int]:
+    """Make the cases that a run writes; returns them, and how many are left out because training rows ask the same.
+
+    Raises:
+        DataError: Nothing with tools is held out, or a source cannot be read.
+    """
+    cases = find_held_out_cases(config, prepared, _MAX_WRITTEN)
+    if prepared.counts.rows > _MAX_COMPARED_ROWS:
+        return cases, 0
+    leaked = find_asked(cases, config, frozenset(case.id for case in cases))
+    return [case for case in cases if case.id not in leaked], len(leaked)
+
+
+def find_asked(cases: Sequence[AnyCase], config: DataConfig, held_out: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """Return the ids of the cases whose questions are in a row to train on, white space aside.
+
+    Args:
+        cases: The cases.
+        config: Names the rows.
+        held_out: Digests of rows that are not trained on.
+    """
+    return _find_cases(cases, _list_sources(asdict(config)), held_out)[0]
 
 
 def _to_row(case: Case) -> dict[str, Any]:
@@ -182,11 +257,11 @@ def find_held_out_cases(config: DataConfig, prepared: PreparedSet, max_cases: in
     Raises:
         DataError: Nothing with tools is held out, or a source cannot be read.
     """
-    flat, _ = prepared.packs["validation"]
-    held_out = {int(digest) for digest in prepared.digests[flat]}
     quota = None if max_cases is None else math.ceil(max_cases / len(config.sources))
     cases = [
-        case for source in config.sources for case in islice(_iter_cases(source, config.max_samples, held_out), quota)
+        case
+        for rows in _iter_held_out(config, prepared)
+        for case in islice(filter(None, starmap(_make_case, rows)), quota)
     ][:max_cases]
     if not cases:
         raise DataError(
@@ -196,17 +271,38 @@ def find_held_out_cases(config: DataConfig, prepared: PreparedSet, max_cases: in
     return cases
 
 
-def _iter_cases(source: SourceConfig, max_rows: int | None, held_out: set[int]) -> Iterator[Case]:
-    """Yield the cases of a source; conversations are taken out of ``held_out``, so that repeated ones count once."""
-    for row in islice(parse_source(source.path, source.format, source.columns), max_rows):
+def iter_held_out_conversations(config: DataConfig, prepared: PreparedSet) -> Iterator[Conversation]:
+    """Yield the conversations of the validation split, each once."""
+    for rows in _iter_held_out(config, prepared):
+        for conversation, _ in rows:
+            yield conversation
+
+
+def _iter_held_out(config: DataConfig, prepared: PreparedSet) -> Iterator[Iterator[tuple[Conversation, str]]]:
+    """Yield, for each source, an iterator of its held-out conversations and their digests."""
+    flat, _ = prepared.packs["validation"]
+    held_out = {int(digest) for digest in prepared.digests[flat]}
+    redactor = Redactor(config.redact) if config.secrets == "redact" else None
+    for source in config.sources:
+        yield _take_held_out(source, config.max_samples, held_out, redactor)
+
+
+def _take_held_out(
+    source: SourceConfig, max_rows: int | None, held_out: set[int], redactor: Redactor | None
+) -> Iterator[tuple[Conversation, str]]:
+    """Yield the rows of a source; they are taken out of ``held_out``, so that repeated ones count once."""
+    selection = Selection.from_config(source)
+    rows = parse_source(source.path, source.format, source.columns, fold=source.fold, selection=selection)
+    for row in islice(rows, max_rows):
         if isinstance(row, Defect):
             continue
-        digest = row.conversation.digest()
+        digest = row.digest()
         if int(digest, 16) not in held_out:
             continue
         held_out.remove(int(digest, 16))
-        if (case := _make_case(row.conversation, digest)) is not None:
-            yield case
+        if redactor is not None:
+            row, _ = redactor.redact(row)
+        yield row.conversation, digest
 
 
 def _make_case(conversation: Conversation, name: str) -> Case | None:

@@ -21,7 +21,7 @@ import torch
 from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError
-from fctune.calls.formats.registry import detect_format
+from fctune.calls.response_template import find_call_format
 from fctune.config.sections.evaluation import EvalConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.engines.local import LocalEngine
@@ -94,7 +94,7 @@ class LiveEvaluation:
         started = time.perf_counter()
         with random_state_restored(self.world.device):
             engine = self._engine(model)
-            call_format = detect_format(engine.template.source)
+            call_format = find_call_format(engine.template)
             share = self.suite.cases[self.world.rank :: self.world.world_size]
             judged = [
                 (one.case.category, one.strict, one.lenient)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
 from fctune.tasks.judge import Row, is_valid
+
+
+class PairedOutcome(NamedTuple):
+    """One item that two models were asked: its id, and if each of them got it right."""
+
+    id: str
+    before: bool
+    after: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,15 @@ class Comparison:
     def p_value(self) -> float:
         """Two-sided p-value of McNemar's exact test."""
         return mcnemar_p(len(self.turned_right), len(self.turned_wrong))
+
+
+def compare_outcomes(category: str, outcomes: Iterable[PairedOutcome]) -> Comparison:
+    """Compare two models on the items of one category."""
+    items = list(outcomes)
+    right = tuple(item.id for item in items if item.after and not item.before)
+    wrong = tuple(item.id for item in items if item.before and not item.after)
+    num_before = sum(item.before for item in items)
+    return Comparison(category, len(items), num_before, num_before + len(right) - len(wrong), right, wrong)
 
 
 def compare_rows(
@@ -101,15 +120,96 @@ def paired_difference_interval(
     )
 
 
+def adjust_p_values(p_values: Sequence[float]) -> list[float]:
+    """Return p-values adjusted for their number, so that all tests together keep the level of one.
+
+    S. Holm, A simple sequentially rejective multiple test procedure, Scandinavian Journal of Statistics 6 (1979).
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, largest = [1.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+@lru_cache(maxsize=1000)
+def find_smallest_fall(
+    n: int, flip_rate: float, level: float = 0.05, tolerance: float = 0.0, power: float = 0.8
+) -> float | None:
+    """Return the smallest fall in accuracy that a test of ``n`` pairs finds with probability ``power``.
+
+    A fall is found if McNemar's exact p is below ``level`` and the observed fall exceeds ``tolerance``.
+
+    Args:
+        n: Number of pairs.
+        flip_rate: Probability that an item turns right by chance; as many turn wrong by chance.
+        level: Two-sided level of the test.
+        tolerance: Fall, from 0 to 1, that must be exceeded.
+        power: Probability of finding it.
+
+    Returns:
+        A fall from 0 to 1, to 0.1 points; None if not even the largest one would be found.
+    """
+    flip_rate = min(flip_rate, 0.5)
+    low, high = 0, math.floor(1000 * (1 - 2 * flip_rate))
+    if n == 0 or find_power(n, flip_rate, high / 1000, level, tolerance) < power:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_found = find_power(n, flip_rate, middle / 1000, level, tolerance) >= power
+        low, high = (low, middle) if is_found else (middle, high)
+    return high / 1000
+
+
+def find_power(n: int, flip_rate: float, fall: float, level: float, tolerance: float) -> float:
+    """Return the probability that ``find_smallest_fall``'s test finds a true fall; exact, by summing over all changes.
+
+    Args:
+        n: Number of pairs.
+        flip_rate: Probability that an item turns right; it turns wrong with this probability plus ``fall``.
+        fall: The true fall, from 0 to 1.
+        level: Two-sided level of the test.
+        tolerance: Fall that must be exceeded.
+    """
+    changed = 2 * flip_rate + fall
+    if changed <= 0:
+        return 0.0
+    wrong_share, total = (flip_rate + fall) / changed, 0.0
+    middle, spread = n * changed, 7 * math.sqrt(n * changed * (1 - min(changed, 1.0))) + 1
+    for num_changed in range(max(1, math.floor(middle - spread)), min(n, math.ceil(middle + spread)) + 1):
+        least = _find_critical_count(num_changed, level, math.floor(tolerance * n + 1e-9))
+        tail = sum(_binomial(wrong, num_changed, wrong_share) for wrong in range(least, num_changed + 1))
+        total += _binomial(num_changed, n, min(changed, 1.0)) * tail
+    return total
+
+
+@lru_cache(maxsize=100_000)
+def _find_critical_count(num_changed: int, level: float, least_fall: int) -> int:
+    """Return the least number that turned wrong, of those that changed, that is found; ``num_changed`` + 1 if none."""
+    least = max((num_changed + least_fall) // 2 + 1, num_changed // 2 + 1)  # more turned wrong than right by the fall
+    low, high = least - 1, num_changed + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_found = mcnemar_p(num_changed - middle, middle) < level
+        low, high = (low, middle) if is_found else (middle, high)
+    return high
+
+
+def _binomial(k: int, n: int, share: float) -> float:
+    """Return the probability of ``k`` of ``n``."""
+    if share <= 0.0 or share >= 1.0:
+        return float(k == (0 if share <= 0.0 else n))
+    ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return math.exp(ways + k * math.log(share) + (n - k) * math.log1p(-share))
+
+
 def _compare(name: str, before: dict[str, Row], after: dict[str, Row], lenient: bool) -> Comparison:
     def is_right(row: Row) -> bool:
         return is_valid(row["lenient"] if lenient else row)
 
-    ids = [i for i, row in before.items() if name in ("all", row["category"])]
-    right = [i for i in ids if is_right(after[i]) and not is_right(before[i])]
-    wrong = [i for i in ids if is_right(before[i]) and not is_right(after[i])]
-    num_before = sum(is_right(before[i]) for i in ids)
-    return Comparison(name, len(ids), num_before, num_before + len(right) - len(wrong), tuple(right), tuple(wrong))
+    ids = (i for i, row in before.items() if name in ("all", row["category"]))
+    return compare_outcomes(name, (PairedOutcome(i, is_right(before[i]), is_right(after[i])) for i in ids))
 
 
 def _score(right: int, wrong: int, n: int, difference: float) -> float:

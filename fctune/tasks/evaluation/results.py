@@ -127,7 +127,9 @@ class ResultsFile:
             self._lock = lock
         except BlockingIOError:
             lock.close()
-            raise ConfigError(f"{self.path}: another evaluation is writing to it. Pass another --out.") from None
+            raise ConfigError(
+                f"{self.path}: another run of this command is writing to it. Pass another --out."
+            ) from None
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         existing = read_settings(self.path)

@@ -14,19 +14,23 @@ from typing import Any, Literal
 
 from fctune.base.errors import ConfigError, DataError
 from fctune.config.intervals import format_count
+from fctune.config.sections.data import Fold, RedactConfig
 from fctune.data.check.similarity import SimilarityIndex, WordHasher
 from fctune.data.conversation import Conversation, Message
 from fctune.data.conversion import to_openai_row
+from fctune.data.redaction import SecretScreen
+from fctune.data.secrets import SecretCounts
+from fctune.data.sources import DEFAULT_SELECTION, Defect, LeftOut, ParsedRow, RowReader, Selection, scan_source
 from fctune.data.sources.columns import Columns
-from fctune.data.sources.defects import Defect
-from fctune.data.sources.reader import parse_source
 from fctune.tasks.evaluation.held_out import read_questions
 from fctune.tasks.suite_files import find_benchmark
 
 Turns = Literal["last", "each"]
 
 # What gives no case: the kinds in ``RowCases.left_out``, and their singulars.
+_UNSELECTED = "records that are left out of their log or not selected"
 _SINGULAR = {
+    _UNSELECTED: "record that is left out of its log or not selected",
     "rows that cannot be read": "row that cannot be read",
     "rows without tools": "row without tools",
     "duplicate questions": "duplicate question",
@@ -44,24 +48,27 @@ class RowCase:
         offered: Names of the tools on offer.
         called: Names of the tools that the answer calls.
         questions: What the user says in each turn.
-        source: File and line of the conversation.
+        origin: Digest of the row, or of that which it was made of by augmentation.
     """
 
     row: dict[str, Any]
     offered: frozenset[str]
     called: frozenset[str]
     questions: tuple[str, ...]
-    source: str
+    origin: str
 
 
 @dataclass(slots=True)
 class RowCases:
-    """The cases of a row set, with counts by reason of what gave none, and the benchmark that rows belong to."""
+    """The cases of a row set, with counts by reason of what gave none, of the secrets in rows with tools, and the
+    benchmark that rows belong to.
+    """
 
     cases: list[RowCase] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     num_rows: int = 0
     benchmark: str | None = None
+    secrets: SecretCounts = field(default_factory=SecretCounts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,9 @@ def make_row_cases(
     row_format: str = "auto",
     max_samples: int | None = None,
     columns: Columns | None = None,
+    fold: Fold = "auto",
+    selection: Selection = DEFAULT_SELECTION,
+    redact: RedactConfig | None = None,
 ) -> RowCases:
     """Make cases of rows: of each conversation's last turn of the assistant, or of each of its turns.
 
@@ -99,13 +109,22 @@ def make_row_cases(
         row_format: Format of the rows; auto detects it.
         max_samples: Rows to read from each source; None reads all.
         columns: The format's name for each column of another name, or ``ignore``.
+        fold: Leave out records that others continue: always, never, or in logs (auto).
+        selection: Which rows are read, and which of their turns are context.
+        redact: Replace secrets by placeholders; None counts them.
 
     Raises:
         DataError: A source cannot be read, or no row yields a case.
     """
-    made, seen = RowCases(), set[str]()
+    made, seen, screen = RowCases(), set[str](), SecretScreen(redact)
     for path in paths:
-        for parsed in islice(parse_source(path, row_format, columns, keeps_questions=True), max_samples):
+        reader = RowReader(row_format, columns, keeps_questions=True, selection=selection)
+        for row in islice(scan_source(path, row_format, columns, fold, selection), max_samples):
+            parsed = reader.read(row)
+            if num_left_out := sum((row.left_out or {}).values()) + isinstance(parsed, LeftOut):
+                made.left_out[_UNSELECTED] += num_left_out
+            if isinstance(parsed, LeftOut):
+                continue
             made.num_rows += 1
             if isinstance(parsed, Defect):
                 made.left_out["rows that cannot be read"] += 1
@@ -115,7 +134,9 @@ def make_row_cases(
             if not parsed.conversation.tools:
                 made.left_out["rows without tools"] += 1
                 continue
-            for case in _iter_cases(parsed.conversation, turns, made.left_out):
+            parsed, redaction = screen.screen(parsed)
+            made.secrets.count(redaction.findings, redaction.num_turns)
+            for case in _iter_cases(parsed, turns, made.left_out):
                 if case.row["id"] in seen:
                     made.left_out["duplicate questions"] += 1
                 else:
@@ -212,9 +233,9 @@ def _group_questions(cases: Sequence[RowCase]) -> list[list[RowCase]]:
                 group_of[member] = large
             groups[large] += groups.pop(small)
 
-    first_of_source: dict[str, int] = {}
+    first_of_origin: dict[str, int] = {}
     for number, case in enumerate(ordered):
-        merge(number, first_of_source.setdefault(case.source, number))
+        merge(number, first_of_origin.setdefault(case.origin, number))
         if earlier[number] >= 0:
             merge(number, int(earlier[number]))
     return [[ordered[member] for member in sorted(members)] for members in groups.values()]
@@ -265,14 +286,15 @@ def split_by_tool(cases: Sequence[RowCase], test_share: float = 0.2, seed: int =
     return CaseSplit(train, test, len(cases) - len(train) - len(test), frozenset(test_tools))
 
 
-def _iter_cases(conversation: Conversation, turns: Turns, left_out: Counter[str]) -> Iterator[RowCase]:
+def _iter_cases(parsed: ParsedRow, turns: Turns, left_out: Counter[str]) -> Iterator[RowCase]:
+    conversation = parsed.conversation
     messages = conversation.messages
     answers = [index for index, message in enumerate(messages) if message.role == "assistant" and index > 0]
     offered = frozenset(tool.name for tool in conversation.tools)
     if messages[-1].role == "user" and not answers:  # no call is right, and the row has no text of the answer
         row = {**to_openai_row(conversation), "expected_calls": []}
         row = {"id": conversation.digest(), "kind": "no_call", **row}
-        yield RowCase(row, offered, frozenset(), read_questions(messages), conversation.source)
+        yield RowCase(row, offered, frozenset(), read_questions(messages), parsed.digest())
     for index in answers if turns == "each" else answers[-1:]:
         answer = messages[index]
         called = frozenset(call.name for call in answer.calls)
@@ -287,7 +309,7 @@ def _iter_cases(conversation: Conversation, turns: Turns, left_out: Counter[str]
         row = to_openai_row(replace(conversation, messages=(*context, answer)))
         kind = "call" if called else "no_call"
         row = {"id": prompt.digest(), "kind": kind, **row}
-        yield RowCase(row, offered, called, read_questions(prompt.messages), conversation.source)
+        yield RowCase(row, offered, called, read_questions(prompt.messages), parsed.digest())
 
 
 def _is_test(case: RowCase, test_tools: set[str]) -> bool:

@@ -19,10 +19,9 @@ Any other row with an id is a case without an answer, such as ``{"id", "error"}`
 from __future__ import annotations
 
 import json
-import json.encoder
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +36,12 @@ from fctune.calls.reasoning.registry import find_reasoning
 from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.conversation import Tool
 from fctune.tasks.evaluation.summary import Tally
-from fctune.tasks.judge import judge_reading, judge_turns, to_plain
+from fctune.tasks.judge import judge_answer_case, judge_reading, judge_turns, to_plain
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import check_rows
-from fctune.tasks.task import Case, MultiTurnCase
+from fctune.tasks.task import AnswerCase, Case, MultiTurnCase
+
+_FLUSH_EVERY_S = 0.5  # a kill loses the verdicts of this time at most
 
 
 class Prediction(NamedTuple):
@@ -101,6 +102,8 @@ def judge_prediction(case: Case | MultiTurnCase, prediction: Prediction) -> Judg
     try:
         if not isinstance(case, Case):
             return _judge_turns(case, prediction)
+        if isinstance(case, AnswerCase):
+            return _judge_text(case, prediction)
         reading = prediction.read(case.prompt.tools)
         if reading is not None:
             parsed = reading.strict if prediction.text is not None else None
@@ -120,12 +123,24 @@ def _judge_turns(case: MultiTurnCase, prediction: Prediction) -> JudgedPredictio
     return JudgedPrediction(*judge_turns(case, turns))
 
 
-def read_predictions(path: str | Path, default_format: str | None = None) -> Iterator[Prediction]:
+def _judge_text(case: AnswerCase, prediction: Prediction) -> JudgedPrediction:
+    if prediction.text is None:
+        failure = case.judge_failure(prediction.failure or "needs text")
+        return JudgedPrediction(failure, failure)
+    reasoning = find_reasoning(prediction.text)
+    content = prediction.text if reasoning is None else reasoning.blank(prediction.text).strip()
+    return JudgedPrediction(*judge_answer_case(case, content))
+
+
+def read_predictions(
+    path: str | Path, default_format: str | None = None, has_calls: bool = True
+) -> Iterator[Prediction]:
     """Read the rows of a JSONL file, in order.
 
     Args:
         path: The file.
         default_format: The call format of texts whose row names none.
+        has_calls: Calls are read in texts, which therefore need a format.
 
     Raises:
         ConfigError: The call format does not exist.
@@ -141,7 +156,7 @@ def read_predictions(path: str | Path, default_format: str | None = None) -> Ite
                 if line.isspace():
                     continue
                 num_rows += 1
-                found = _read_row(line, formats)
+                found = _read_row(line, formats, has_calls)
                 if isinstance(found, str):
                     problems.append(f"{path}:{number}: {found}")
                 else:
@@ -154,7 +169,7 @@ def read_predictions(path: str | Path, default_format: str | None = None) -> Ite
     check_rows(path, "prediction", num_rows, problems)
 
 
-def _read_row(line: str, formats: dict[Any, CallFormat]) -> Prediction | str:
+def _read_row(line: str, formats: dict[Any, CallFormat], has_calls: bool) -> Prediction | str:
     """Read the prediction of a line, or return the reason that it cannot be read."""
     fault, is_readable = "", True
     try:
@@ -195,6 +210,8 @@ def _read_row(line: str, formats: dict[Any, CallFormat]) -> Prediction | str:
             return call_format
         return Prediction(case_id, turns=tuple(map(tuple, turns)), call_format=call_format, fault=fault)
     if isinstance(text, str):
+        if not has_calls:
+            return Prediction(case_id, text=text)
         call_format = _find_format(row, formats)
         return call_format if isinstance(call_format, str) else Prediction(case_id, text=text, call_format=call_format)
     return Prediction(case_id, failure=str(row.get("error") or "the row has no calls, text or turns")[:200])
@@ -219,27 +236,6 @@ def _find_format(row: dict[str, Any], formats: dict[Any, CallFormat]) -> CallFor
         except ConfigError as error:
             return str(error).split("\n")[0]
     return formats[name]
-
-
-# A kill loses the verdicts of this time at most.
-_FLUSH_EVERY_S = 0.5
-
-
-def _make_encoder() -> Callable[[Any], str]:
-    """Return a function that writes a row as ``json.dumps(row, ensure_ascii=False)`` does.
-
-    ``JSONEncoder.encode`` makes its C encoder anew for each row, which takes as long as writing the row. Rows hold what
-    was read from JSON, so there are no cycles to look for.
-    """
-    encoder = json.JSONEncoder(ensure_ascii=False, check_circular=False)
-    make = vars(json.encoder).get("c_make_encoder")
-    if make is None:  # Python without the C accelerator
-        return encoder.encode
-    write = make(None, encoder.default, json.encoder.encode_basestring, None, ": ", ", ", False, False, True)
-    return lambda row: "".join(write(row, 0))
-
-
-_encode = _make_encoder()
 
 
 def score_file(
@@ -282,8 +278,9 @@ def score_file(
         # Half a surrogate pair, which JSON can express and UTF-8 cannot, stays escaped.
         with open(partial, "w", encoding="utf-8", errors="backslashreplace") as rows:
             flushed = time.monotonic()
-            for prediction in read_predictions(predictions, default_format):
-                rows.write(_encode(count.judge(prediction)) + "\n")
+            has_calls = not all(isinstance(case, AnswerCase) for case in suite.cases) or not suite.cases
+            for prediction in read_predictions(predictions, default_format, has_calls):
+                rows.write(json.dumps(count.judge(prediction), ensure_ascii=False) + "\n")
                 if (now := time.monotonic()) - flushed > _FLUSH_EVERY_S:
                     rows.flush()
                     flushed = now

@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fctune.calls.judge import Judgement, Outcome
+from fctune.calls.judge import BenchmarkVerdict, Judgement, Outcome
 from fctune.calls.metrics import rate, score_outcomes
+from fctune.tasks.answer_defects import DEFECTS
 from fctune.tasks.judge import Row, judge_row
 from fctune.tasks.suite import Measured, Suite
 
@@ -29,13 +30,18 @@ class Tally:
 
     def __init__(self, suite: Suite) -> None:
         self._has_total, self._weigh, self._any_call = suite.benchmark is None, suite.weigh, suite.any_call
-        self._has_benchmark = False
+        self._has_benchmark, self._measure = False, suite.measure
+        self._verdicts: tuple[list[BenchmarkVerdict], list[BenchmarkVerdict]] = ([], [])
         # Counts by category of equal judgements: in a large file most are equal, and counting takes most time.
         self._counts: dict[str, Counter[_Judged]] = defaultdict(Counter)
 
     def add(self, category: str, strict: Judgement, lenient: Judgement) -> None:
         """Count one answer, in both readings."""
-        self._has_benchmark |= strict.benchmark is not None
+        if strict.benchmark is not None and lenient.benchmark is not None:
+            self._has_benchmark |= strict.benchmark.details is None
+            if self._measure is not None:
+                self._verdicts[0].append(strict.benchmark)
+                self._verdicts[1].append(lenient.benchmark)
         other = None if lenient is strict else (lenient.outcome, lenient.is_valid)
         self._counts[category][strict.outcome, strict.is_valid, other] += 1
 
@@ -44,8 +50,9 @@ class Tally:
 
         ``scores`` and ``lenient`` hold the output of ``fctune.calls.metrics.score_outcomes`` for the strict and the
         lenient reading, except that ``accuracy`` is the share of valid answers: see ``Judgement.is_valid``. Cases of
-        a benchmark with verdicts of its own also give ``typed``, the share of answers whose verdict is "correct", and
-        ``leaderboard``, the overall number of ``Benchmark.weigh``, if it has one.
+        a benchmark with verdicts of its own on calls also give ``typed``, the share of answers whose verdict is
+        "correct", and ``leaderboard``, the overall number of ``Benchmark.weigh``, if it has one. ``figures`` are those
+        of ``Benchmark.measure``, if there are any.
         """
         readings: dict[str, dict[str, Counter[tuple[Outcome, bool]]]] = {
             "scores": defaultdict(Counter),
@@ -65,6 +72,8 @@ class Tally:
             measured = {name: Measured(one["rate"], one["n"]) for name, one in accuracies.items()}
             weighed = None if self._weigh is None else self._weigh(measured)
             summary |= {} if weighed is None else {"leaderboard": weighed}
+        if self._measure is not None:
+            summary["figures"] = self._measure(*self._verdicts)
         return summary
 
     def _score(self, counts: Mapping[str, Counter[tuple[Outcome, bool]]]) -> dict[str, Any]:
@@ -99,7 +108,8 @@ def tally_judgements(suite: Suite, judged: Iterable[tuple[str, Judgement, Judgem
 def summarise_run(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Summarise the rows of a run, with the rates of ``Tally.summarise``.
 
-    A case without a row counts as one without an answer. ``reasoning`` is that of ``summarise_reasoning``.
+    A case without a row counts as one without an answer. ``reasoning`` is that of ``summarise_reasoning``, ``defects``
+    that of ``summarise_defects``.
 
     Args:
         suite: The cases.
@@ -119,9 +129,33 @@ def summarise_run(suite: Suite, rows: Sequence[Row], settings: Mapping[str, Any]
         "num_no_answer": sum(by_id.get(case.id, missing).get("error") is not None for case in cases),
         "num_cut": sum(bool(row.get("is_cut")) for row in rows),
         "reasoning": summarise_reasoning(rows, has_total=suite.benchmark is None),
+        "defects": summarise_defects(rows, has_total=suite.benchmark is None),
         "not_run": dict(suite.not_run),
         "settings": dict(settings),
         **tally.summarise(),
+    }
+
+
+def summarise_defects(rows: Sequence[Row], has_total: bool) -> dict[str, dict[str, Any]]:
+    """Return by category, for each of ``DEFECTS``, the share of cases with an answer that has it.
+
+    Cases without an answer do not count, nor those whose answer was chosen and not written.
+
+    Args:
+        rows: Rows of results.
+        has_total: Also summarise all categories together, as ``all``.
+    """
+    found: dict[str, list[Sequence[str]]] = defaultdict(list)
+    for row in rows:
+        if row.get("error") is None and "defects" in row and "choices" not in row:
+            found[row["category"]].append(row["defects"])
+    by_category = {name: found[name] for name in sorted(found)}
+    if has_total and found:
+        by_category.pop("all", None)
+        by_category["all"] = [defects for answers in found.values() for defects in answers]
+    return {
+        category: {name: rate(sum(name in defects for defects in answers), len(answers)) for name in DEFECTS}
+        for category, answers in by_category.items()
     }
 
 

@@ -13,9 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fctune.base.errors import CheckpointError, ConfigError, DataError
+from fctune.base.errors import CheckpointError, ConfigError, DataError, one_line
 from fctune.calls.formats.base import CallFormat
-from fctune.calls.formats.registry import detect_format, get_format
+from fctune.calls.formats.registry import get_format
+from fctune.calls.response_template import KEY as RESPONSE_KEY
+from fctune.calls.response_template import find_call_format, iter_seeded_answers, read_answer
 from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
@@ -183,7 +185,7 @@ class Validator:
 
     def _check_template(self) -> str:
         template = ChatTemplate(self.model_dir)
-        found = detect_format(template.source) if self.format_name is None else self._named_format(template)
+        found = find_call_format(template) if self.format_name is None else self._named_format(template)
         vocab = _read_json(self.model_dir / "config.json").get("vocab_size")
         if isinstance(vocab, int) and len(template.tokenizer) > vocab:
             raise _CheckFailedError(f"the tokenizer has {len(template.tokenizer):,} tokens, the model {vocab:,}")
@@ -193,11 +195,15 @@ class Validator:
                 raise _CheckFailedError(f"the chat template differs from that of {self.like.tokenizer_dir}")
             if origin.tokenizer.get_vocab() != template.tokenizer.get_vocab():
                 raise _CheckFailedError(f"the tokenizer's vocabulary differs from that of {self.like.tokenizer_dir}")
+        declared = getattr(template.tokenizer, RESPONSE_KEY, None)
+        for answer in () if declared is None else iter_seeded_answers(template):
+            if (read := read_answer(template.tokenizer, answer)).kind == "misread":
+                raise _CheckFailedError(f"its response_template misreads answers of its chat template: {read.detail}")
         same = "" if self.like is None else f", like {self.like.tokenizer_dir}"
         return f"renders tools, calls and results; writes calls as {found.name}{same}"
 
     def _named_format(self, template: ChatTemplate) -> CallFormat:
-        named, found = get_format(self.format_name or ""), detect_format(template.source)
+        named, found = get_format(self.format_name or ""), find_call_format(template)
         if named.name != found.name:
             raise _CheckFailedError(f"the chat template writes calls as {found.name}, not as {named.name}")
         return named
@@ -248,9 +254,7 @@ class Validator:
             return None
         assert self._engine is not None
         cases = [case for case in self.suite.cases if case.expected]
-        reader = (
-            detect_format(self._engine.template.source) if self.format_name is None else get_format(self.format_name)
-        )
+        reader = find_call_format(self._engine.template) if self.format_name is None else get_format(self.format_name)
         called = correct = 0
         for judged in ask_cases(cases, self._engine, reader, self.max_new_tokens):
             parsed = judged.reading.strict
@@ -289,7 +293,7 @@ def _expected_shapes(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # a broken config can make the library raise anything
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise _CheckFailedError(f"config.json does not define a model ({type(error).__name__}: {reason})") from None
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     names: dict[int, set[str]] = {}

@@ -16,19 +16,23 @@ if TYPE_CHECKING:
 
 
 class StartedRun(Protocol):
-    """A run that is set up, as its callbacks see it.
+    """A run that is set up, as its callbacks see it."""
 
-    Attributes:
-        config: Config of the run, with what was chosen for it.
-        world: Ranks of the run, and this one.
-        model: Model, sharded and with its weights.
-        state: Training state; None only before the run is set up.
-    """
+    @property
+    def config(self) -> RunConfig:
+        """Config of the run, with what was chosen for it."""
 
-    config: RunConfig
-    world: World
-    model: CausalLM
-    state: TrainState | None
+    @property
+    def world(self) -> World:
+        """Ranks of the run, and this one."""
+
+    @property
+    def model(self) -> CausalLM:
+        """Model, sharded and with its weights."""
+
+    @property
+    def state(self) -> TrainState:
+        """Training state: step, optimizer, schedule."""
 
 
 class Callback:

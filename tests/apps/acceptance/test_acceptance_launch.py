@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from fctune.apps.acceptance.config import load_acceptance
 from tests.apps.acceptance.harness import SHORT, arguments
 from tests.conftest import ROOT
 from tests.ranks import find_port
+from tests.warm_interpreter import warm_python
 
 SCRIPT = ROOT / "sky" / "acceptance_node.sh"
 JOB = ROOT / "sky" / "k8s" / "acceptance-job.yaml"
@@ -27,7 +27,7 @@ H100 = ROOT / "configs" / "acceptance_2x8_h100.yaml"
 def start_node(folder: Path, node: int, port: int, *overrides: str, out: str = "out") -> subprocess.Popen[str]:
     _, config, _, *rest = arguments(folder, *SHORT, *overrides)
     launch = {"NUM_NODES": "2", "NODE_RANK": str(node), "DEVICES": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = os.environ | launch | {"MASTER_PORT": str(port), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | launch | {"MASTER_PORT": str(port), "PYTHON": warm_python(), "OMP_NUM_THREADS": "1"}
     command = [str(SCRIPT), config, str(folder / out), *rest]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -46,6 +46,7 @@ def test_two_nodes_started_by_the_script_measure_together(tmp_path: Path) -> Non
     assert "<h1>Cluster acceptance</h1>" in (tmp_path / "out" / "acceptance.html").read_text()
 
 
+@pytest.mark.thorough
 def test_a_node_that_never_starts_is_blamed_by_the_one_that_did(tmp_path: Path) -> None:
     node = start_node(tmp_path, 0, find_port(), "limits.arrive_s=4")
     output, _ = node.communicate(timeout=90)

@@ -125,6 +125,7 @@ def test_only_the_slow_rank_is_blamed(kind: str, tmp_path: Path) -> None:
     assert done.checks[check]["next_step"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rechecks", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_was_only_briefly_slow_is_measured_again_and_not_blamed(rechecks: int, tmp_path: Path) -> None:
     # All 5 windows and 40 copies of the first attempt, and one window of the second.

@@ -103,6 +103,7 @@ def test_a_rank_that_cannot_write_fails_its_disk_and_the_run_continues(tmp_path:
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 3], pytest.param([1], marks=pytest.mark.slow)])
 def test_an_interrupted_run_cleans_up_and_writes_its_measurements(ranks: list[int], tmp_path: Path) -> None:
     act = interrupt_in("storage", tmp_path, signal.SIGINT, ranks)
@@ -124,6 +125,7 @@ def test_a_run_out_of_time_skips_the_remaining_phases_and_is_incomplete(tmp_path
     assert set(done.codes) == {1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("override", "check"),
     [
@@ -161,9 +163,8 @@ def test_a_phase_running_when_time_runs_out_is_cut_short_on_all_ranks(
     assert left_behind(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("ranks", "verdict"), [pytest.param([0, 1, 2, 3], "INCOMPLETE", marks=pytest.mark.slow), ([2], "FAIL")]
-)
+@pytest.mark.thorough  # waits for its limits
+@pytest.mark.parametrize(("ranks", "verdict"), [([0, 1, 2, 3], "INCOMPLETE"), ([2], "FAIL")])
 def test_a_run_stuck_beyond_its_grace_period_is_ended_and_only_a_rank_that_holds_up_others_is_blamed(
     ranks: list[int], verdict: str, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from fctune.config.loading import load_config
 from tests.apps.preflight.preflight_nodes import OVERRIDES, TINY, NodeSpec, run_nodes
 from tests.conftest import ROOT
 from tests.ranks import find_port
+from tests.warm_interpreter import warm_python
 
 LARGE = {  # Llama 3.1 8B; only its shape is used
     "model_type": "llama",
@@ -177,7 +178,7 @@ def test_missing_infiniband_is_only_a_note_unless_nccl_ib_hca_requires_it() -> N
 @pytest.mark.slow
 def test_the_command_prints_the_fault_and_exits_with_its_code(tmp_path: Path) -> None:
     environment = os.environ | {"FCTUNE_SHARED": str(tmp_path), "FCTUNE_NETWORK": str(tmp_path / "none")}
-    command = [sys.executable, "-m", "fctune.cli", "preflight", "--config", str(TINY), "--launch", str(tmp_path / "l")]
+    command = [warm_python(), "-m", "fctune.cli", "preflight", "--config", str(TINY), "--launch", str(tmp_path / "l")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "none: does not exist" in done.stdout
@@ -202,6 +203,7 @@ print(*check_devices(1), sep="\\n")
     return done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is real here")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 def test_a_driver_that_is_too_old_for_torch_is_reported_with_the_one_needed(tmp_path: Path) -> None:

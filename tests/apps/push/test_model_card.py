@@ -195,3 +195,27 @@ def test_a_wrong_repository_name_is_refused_before_anything_is_read(
     said = capsys.readouterr().err
     assert said.startswith(f"{name}: not a repository's name. Expected OWNER/NAME")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (
+            {"origin": "fctune", "note": "", "calls": 7, "read": 7, "wrong": []},
+            "It reads 7 of 7 held-out calls as written.",
+        ),
+        (
+            {"origin": "fctune", "note": "", "calls": 7, "read": 5, "wrong": ['misread: wrote [["f", {}]], read []']},
+            'It reads 5 of 7 held-out calls as written. Others are misread: wrote [["f", {}]], read [].',
+        ),
+        (
+            {"origin": None, "note": "a response_template cannot express muse"},
+            "does not read this model's answers. A resp",
+        ),
+    ],
+)
+def test_the_card_says_how_answers_are_parsed_and_what_is_not(run: Path, found: dict[str, Any], words: str) -> None:
+    assert "## Parsing" not in card_of(run)
+    path = run / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"response_template": found}))
+    assert words in card_of(run).partition("## Parsing")[2]

@@ -19,7 +19,7 @@ from fctune.tasks.judge import judge_answer
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
 from tests.conftest import ROOT
-from tests.pages.browser import needs_chromium, open_page, take_screenshot
+from tests.pages.browser import check_fit, needs_chromium, open_page, open_page_often, take_screenshot
 from tests.tasks.benchmarks.bfcl.bfcl_wheel import needs_wheel
 
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>&amp;\ud800'
@@ -83,17 +83,10 @@ def test_rates_have_their_intervals(page: Path) -> None:
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [1100, 390])
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_page_fits_in_light_and_dark_down_to_a_phone(page: Path, width: int, dark: bool) -> None:
-    state = open_page(page, width, dark, "document.querySelectorAll('.case').forEach((d) => { d.open = true; });")
-    assert state.console == []
-    assert state.probe["violations"] == state.probe["resources"] == []
-    assert state.probe["scroll_width"] <= width
-    assert state.probe["cut_tables"] == 0
-    assert state.probe["background"] == ("rgb(20, 22, 26)" if dark else "rgb(247, 247, 245)")
-    assert state.probe["text"].count("onerror=alert(1)") == 1
-    assert "Eve" in state.probe["text"]
+def test_the_page_fits_in_light_and_dark_down_to_a_phone(page: Path) -> None:
+    for state in check_fit(page, "document.querySelectorAll('.case').forEach((d) => { d.open = true; });"):
+        assert state.probe["text"].count("onerror=alert(1)") == 1
+        assert "Eve" in state.probe["text"]
 
 
 def shown(state: Any) -> tuple[str, list[str]]:
@@ -104,42 +97,39 @@ def shown(state: Any) -> tuple[str, list[str]]:
     return count, [i.strip(": ") for i in ids if any(i in line for line in lines)]
 
 
+PICK_AND_TYPE = """
+const pick = (facet, value) => {
+  const select = document.querySelector(`select[data-facet=${facet}]`);
+  select.value = value;
+  if (select.value !== value) throw new Error(`no option ${value}`);
+  select.dispatchEvent(new Event("change"));
+};
+const type = (words) => {
+  const input = document.querySelector(".filters input");
+  input.value = words;
+  input.dispatchEvent(new Event("input"));
+};
+"""
+
+
 @needs_chromium
-@pytest.mark.parametrize(
-    ("act", "due"),
-    [
-        ("", ("4 of 4", ["weather", "meeting", "two_cities", "thanks"])),
-        ("pick('verdict', 'false_call')", ("1 of 4", ["thanks"])),
-        ("pick('tool', 'get_weather')", ("2 of 4", ["weather", "two_cities"])),
-        ("pick('tool', 'none')", ("1 of 4", ["thanks"])),
-        ("pick('tool', 'get_weather'); pick('category', 'single')", ("1 of 4", ["weather"])),
-        ("type('EVE')", ("1 of 4", ["meeting"])),
-        ("type('no such words')", ("0 of 4", [])),
-        (
-            "pick('verdict', 'malformed'); pick('verdict', '')",
-            ("4 of 4", ["weather", "meeting", "two_cities", "thanks"]),
-        ),
-    ],
-)
-def test_failures_can_be_filtered_by_class_category_tool_and_text(
-    act: str, due: tuple[str, list[str]], page: Path
-) -> None:
-    script = """
-    const pick = (facet, value) => {
-      const select = document.querySelector(`select[data-facet=${facet}]`);
-      select.value = value;
-      if (select.value !== value) throw new Error(`no option ${value}`);
-      select.dispatchEvent(new Event("change"));
-    };
-    const type = (words) => {
-      const input = document.querySelector(".filters input");
-      input.value = words;
-      input.dispatchEvent(new Event("input"));
-    };
-    """
-    state = open_page(page, act=script + act)
-    assert state.console == []
-    assert shown(state) == due
+def test_failures_can_be_filtered_by_class_category_tool_and_text(page: Path) -> None:
+    everything = ["weather", "meeting", "two_cities", "thanks"]
+    due = {
+        "": everything,
+        "pick('verdict', 'false_call')": ["thanks"],
+        "pick('tool', 'get_weather')": ["weather", "two_cities"],
+        "pick('tool', 'none')": ["thanks"],
+        "pick('tool', 'get_weather'); pick('category', 'single')": ["weather"],
+        "type('EVE')": ["meeting"],
+        "type('no such words')": [],
+        "pick('verdict', 'malformed'); pick('verdict', '')": everything,
+    }
+    states = open_page_often(page, acts=[PICK_AND_TYPE + act for act in due])
+    assert states[0].console == []
+    assert dict(zip(due, map(shown, states), strict=True)) == {
+        act: (f"{len(ids)} of 4", ids) for act, ids in due.items()
+    }
 
 
 @needs_chromium
@@ -193,9 +183,10 @@ def test_a_long_list_grows_on_request(tmp_path: Path) -> None:
     make_page(path, suite, ["<tool_call>{" + "x" * 6000] * 60)
     assert "more characters" in failures_in(path)[0]["parts"][3]["text"]
     count = 'document.querySelector("main").prepend(`listed: ${document.querySelectorAll(".case").length}.`);'
-    assert "listed: 25." in open_page(path, act=count).probe["text"]
     more = 'document.querySelector("button.more").click();'
-    assert "listed: 60." in open_page(path, act=more + more + count).probe["text"]
+    few, many = open_page_often(path, acts=(count, more + more + count))
+    assert "listed: 25." in few.probe["text"]
+    assert "listed: 60." in many.probe["text"]
 
 
 def test_evaluations_without_failures_or_answers_have_pages(smoke: Suite, tmp_path: Path) -> None:

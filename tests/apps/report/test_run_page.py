@@ -29,7 +29,7 @@ from fctune.tasks.evaluation.paired import compare_rows
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
 from tests.conftest import ROOT
-from tests.pages.browser import BINARY, needs_chromium, open_page, take_screenshot
+from tests.pages.browser import BINARY, check_fit, needs_chromium, open_page, open_page_often, take_screenshot
 from tests.runs.sample_runs import (
     change_run,
     make_config,
@@ -455,21 +455,26 @@ def test_rows_skipped_as_invalid_are_on_the_page_by_kind_with_an_example(tmp_pat
     ]
 
 
+@pytest.mark.parametrize(("is_redacted", "verb"), [(False, "found"), (True, "replaced by placeholders")])
+def test_secrets_of_the_rows_are_on_the_page_by_kind(is_redacted: bool, verb: str, tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 5)
+    secrets = {"rows": 2, "turns": 3, "kinds": {"github_token": 4, "named_secret": 1}, "redacted": is_redacted}
+    change_run(directory, data={"path": str(tmp_path / "set"), "fingerprint": "abc", "secrets": secrets})
+    rows = cells_of(write_page([tmp_path / "run"], tmp_path / "a.html"), "Data")
+    assert rows[-4:] == [
+        ["rows with secrets", "2"],
+        [f"secrets {verb}: github_token", "4"],
+        [f"secrets {verb}: named_secret", "1"],
+        ["turns with placeholders, not supervised", "3"],
+    ]
+
+
 @needs_chromium
-@pytest.mark.parametrize("width", [1100, 390])
-@pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("which", ["page", pytest.param("page_of_two", marks=pytest.mark.slow)])
-def test_a_browser_shows_it_without_errors_or_network(
-    which: str, width: int, dark: bool, request: pytest.FixtureRequest
-) -> None:
-    state = open_page(request.getfixturevalue(which), width, dark)
-    assert state.console == []
-    assert state.probe["violations"] == state.probe["resources"] == []
-    assert state.probe["scroll_width"] <= width
-    assert state.probe["inked"]
-    assert all(state.probe["inked"])
-    assert state.probe["background"] == ("rgb(20, 22, 26)" if dark else "rgb(247, 247, 245)")
-    assert "Loss" in state.probe["text"]
+def test_a_browser_shows_it_without_errors_or_network(which: str, request: pytest.FixtureRequest) -> None:
+    for state in check_fit(request.getfixturevalue(which)):
+        assert state.probe["inked"]
+        assert "Loss" in state.probe["text"]
 
 
 @needs_chromium
@@ -512,10 +517,10 @@ def test_marks_are_drawn_at_their_steps(run: Path, tmp_path: Path) -> None:
 def test_printing_uses_the_light_theme_and_restores_the_screens(page: Path, tmp_path: Path) -> None:
     copy = tmp_path / "page.html"
     copy.write_text(page.read_text("utf-8"), "utf-8")
-    on_paper = open_page(copy, dark=True, act='dispatchEvent(new Event("beforeprint"));')
+    acts = [f'dispatchEvent(new Event("{name}print"));' for name in ("before", "after")]
+    on_paper, restored = open_page_often(copy, dark=True, acts=(acts[0], "".join(acts)))
     assert (on_paper.probe["theme"], on_paper.console) == ("light", [])
-    act = 'dispatchEvent(new Event("beforeprint")); dispatchEvent(new Event("afterprint"));'
-    assert open_page(copy, dark=True, act=act).probe["theme"] == "dark"
+    assert restored.probe["theme"] == "dark"
 
 
 @needs_chromium

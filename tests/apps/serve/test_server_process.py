@@ -145,6 +145,7 @@ def serve(python: str, *words: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
 def test_a_server_at_another_address_is_announced_without_a_proxy_and_its_death_reported(python: str) -> None:
     process = serve(python, "--vllm=--host 127.0.0.2")

@@ -4,7 +4,7 @@ python tests/apps/sweep/fake_trainer.py --config FILE --nproc N
 
 It takes 20 steps. The validation loss of run NNN is ``|log10(lr) + 3|`` plus ``1 / step``. FAKE_FAULTS is JSON:
 run name -> list of faults, one an attempt ("crash", "config", "kill"; "" is none). FAKE_STEP_S is the seconds of a
-step, or JSON: learning rate -> seconds.
+step. FAKE_HOLD is JSON: learning rates whose runs wait after step 6 until they are stopped.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ def main() -> int:
     metrics = output / "metrics.jsonl"
     first = 1 + len(metrics.read_text().splitlines()) if metrics.exists() else 1
     rate = float(config["optimizer"]["lr"])
-    step_s = json.loads(os.environ.get("FAKE_STEP_S", "0.005"))
+    step_s = float(os.environ.get("FAKE_STEP_S", "0.005"))
+    holds = rate in json.loads(os.environ.get("FAKE_HOLD", "[]"))
     for step in range(first, STEPS + 1):
-        time.sleep(step_s[str(rate)] if isinstance(step_s, dict) else step_s)
+        time.sleep(step_s)
+        while holds and step > 6 and not requests and not (output / "stop").exists():
+            time.sleep(0.01)
         row = {
             "step": step,
             "loss": 1 / step,

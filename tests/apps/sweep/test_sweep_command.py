@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from fctune.config.loading import load_config
 from tests.cli.processes import wait_until
 from tests.conftest import ROOT
 from tests.pages.browser import needs_chromium, open_page
+from tests.warm_interpreter import warm_python
 
 WriteSweep = Callable[..., Path]
 
@@ -113,8 +113,7 @@ def test_a_failed_run_is_tried_again_kept_and_does_not_end_the_others(
 def test_the_worst_runs_are_stopped_early_and_are_not_started_again(
     write_sweep: WriteSweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The best are first at each comparison, and the others take long enough to be stopped after it.
-    monkeypatch.setenv("FAKE_STEP_S", json.dumps({"0.001": 0.02, "0.0001": 0.4, "0.01": 0.4}))
+    monkeypatch.setenv("FAKE_HOLD", "[1e-4, 1e-2]")  # so that a loaded machine stops them before they complete, too
     sweep, study = write_sweep(early_stop={"first_step": 5, "factor": 3}, at_once=6), tmp_path / "study"
     assert main(["sweep", str(sweep)]) == 0
     rows = read_rows(study)
@@ -157,7 +156,7 @@ def start(sweep: Path) -> subprocess.Popen[str]:
     python, fake = launchers.LocalLauncher.command
     code = CODE.format(python=python, fake=fake, sweep=str(sweep))
     return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [warm_python(), "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

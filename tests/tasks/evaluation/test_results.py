@@ -132,7 +132,7 @@ def test_two_runs_do_not_write_to_one_file(suite: Suite, tmp_path: Path) -> None
     engine = Oracle(suite)
     held = ResultsFile(path)
     held.start(describe_run(suite, engine, FORMATS["hermes"], 256))
-    with pytest.raises(ConfigError, match="another evaluation is writing"):
+    with pytest.raises(ConfigError, match="another run of this command is writing"):
         run(suite, engine, path)
     held.release()
     assert len(run(suite, engine, path)) == 30

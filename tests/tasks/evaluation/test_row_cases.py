@@ -129,7 +129,7 @@ def test_rows_that_share_their_tools_are_split_by_question(
         assert split.test_tools == frozenset()
         assert len(split.train) + len(split.test) == 126
         assert 20 <= len(split.test) <= 32
-        sides = [{case.source for case in side} for side in (split.train, split.test)]
+        sides = [{case.origin for case in side} for side in (split.train, split.test)]
         assert not sides[0] & sides[1]
         alike = [sum(case.questions[0].startswith("Please") for case in side) for side in (split.train, split.test)]
         assert 0 in alike  # near duplicates stay together

@@ -1,4 +1,4 @@
-"""Open the model or server that a command names: ``fctune eval`` and ``fctune chat``."""
+"""Open the model or server that a user names: ``fctune eval``, ``chat`` and ``gate``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import CallFormat
-from fctune.calls.formats.registry import detect_format
+from fctune.calls.response_template import find_call_format
 from fctune.config.loading import read_environment
-from fctune.data.chosen_template import open_chosen_template
+from fctune.data.chosen_template import ChosenTemplate, open_chosen_template
 from fctune.engines.engine import Engine, Sampling
 from fctune.engines.http_client import RetryPolicy
 from fctune.engines.model_files import ModelFiles, check_model_paths, find_model, is_server
@@ -38,7 +38,7 @@ def open_engine(
     *,
     sampling: Sampling | None = None,
     template_args: dict[str, Any] | None = None,
-    chat_template: str | None = None,
+    chat_template: str | ChosenTemplate | None = None,
     batch_size: int = 64,
     device: torch.device | None = None,
     served_model: str | None = None,
@@ -46,6 +46,7 @@ def open_engine(
     request: Mapping[str, Any] | None = None,
     retry_policy: RetryPolicy | None = None,
     keeps_tokens: bool = False,
+    is_streamed: bool = False,
 ) -> tuple[Engine, CallFormat | None]:
     """Open a model or server; returns it with the call format of its text, None if the server parses the calls.
 
@@ -55,7 +56,7 @@ def open_engine(
         named: Call format of the text; None: that of the model's chat template, or parsed by the server.
         sampling: Temperature and seed; None: greedy.
         template_args: Switches of the chat template.
-        chat_template: Template in place of the model's own, by name or file.
+        chat_template: Template in place of the model's own, read already, or by name or file.
         batch_size: Prompts at a time, in process.
         device: Device of a model in process; None: the first GPU, or the CPU.
         served_model: Name to request from a server; None: the one that it serves.
@@ -63,6 +64,7 @@ def open_engine(
         request: Fields that are merged into each request.
         retry_policy: When to repeat a request; None: the default.
         keeps_tokens: Return token ids and log-probabilities with the answers.
+        is_streamed: Have a server stream its answers.
 
     Raises:
         ConfigError: The server cannot be used like this, or the chat template's call format is unknown.
@@ -72,18 +74,29 @@ def open_engine(
             raise ConfigError("--chat-template: a server renders its own. Start it with the template, and omit this.")
         key = read_environment().get("FCTUNE_API_KEY") or None
         engine = ServerEngine(
-            model, served_model, key, concurrency, sampling, request, retry_policy, template_args, keeps_tokens
+            model,
+            served_model,
+            key,
+            concurrency,
+            sampling,
+            request,
+            retry_policy,
+            template_args,
+            keeps_tokens,
+            is_streamed,
         )
         return engine, named
     from fctune.engines.local import LocalEngine
 
+    if isinstance(chat_template, str):
+        chat_template = open_chosen_template(chat_template, "--chat-template ")
     in_process = LocalEngine(
         *files,
         batch_size=batch_size,
         sampling=sampling,
         device=device,
         template_args=template_args,
-        chat_template=open_chosen_template(chat_template, "--chat-template "),
+        chat_template=chat_template,
         keeps_tokens=keeps_tokens,
     )
-    return in_process, named or detect_format(in_process.template.source)
+    return in_process, named or find_call_format(in_process.template)

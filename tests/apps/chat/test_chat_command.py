@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from fctune.apps.chat.chat import run_tool
 from fctune.calls.formats.registry import FORMATS
 from fctune.calls.reasoning.registry import find_reasoning
 from fctune.cli import main
@@ -21,7 +22,6 @@ from fctune.data.conversation import Call, Conversation
 from fctune.data.sources import Defect, read_source
 from fctune.engines import local
 from fctune.engines.engine import Answer, Prompt
-from fctune.tasks.chat import run_tool
 from tests.conftest import TINY_BASE
 
 TOOLS = [
