@@ -111,7 +111,7 @@ def _ask(
 def _judge(
     lines: Sequence[Line], tolerance: float, history: TrainingHistory | None
 ) -> tuple[list[JudgedLine], tuple[str, ...]]:
-    """Judge the lines; returns them with remedies for falls, and a command that treats those that are worse (or all)."""
+    """Judge the lines; returns them with remedies for falls, and a command that treats those that are worse, or all."""
     judged = judge_lines(lines, tolerance)
     if not any(line.has_fallen for line in judged):
         return judged, ()
