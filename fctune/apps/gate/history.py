@@ -33,6 +33,7 @@ class RowProfile:
         source: The run or file that they are of.
         augment: Shares by kind of ``data.augment``, with which they were trained.
         has_replay: General rows were mixed in.
+        learning_rate: The highest of the run; None: unknown.
         num_rows: Conversations.
         counts: Number of those with each property: ``tools``, ``call``, ``no_call`` (tools, and none is called),
             ``clarification`` (tools, and the assistant asks before it calls or instead), ``several_turns`` of the user,
@@ -43,6 +44,7 @@ class RowProfile:
     source: str
     augment: Mapping[str, float] = field(default_factory=dict)
     has_replay: bool = False
+    learning_rate: float | None = None
     num_rows: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     tool_sets: Counter[frozenset[str]] = field(default_factory=Counter)
@@ -146,7 +148,8 @@ class TrainingHistory:
         data = self.config.get("data") or {}
         given = data.get("augment") or {}
         shares = {kind: parse_share(given[kind]) for kind in AUGMENT_KINDS if kind in given}
-        profile = RowProfile(self.source, shares, bool(data.get("replay")))
+        rate = (self.config.get("optimizer") or {}).get("lr")
+        profile = RowProfile(self.source, shares, bool(data.get("replay")), rate)
         for row in self.iter_rows():
             profile.add(row)
         return profile

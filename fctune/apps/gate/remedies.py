@@ -39,7 +39,7 @@ def _add_negatives(profile: RowProfile) -> Remedy | None:
     return Remedy(
         f"share of negatives: {without} no call, of {profile.counts['tools']:,} with tools ({share:.1%}"
         f"{f'; {total:.1%} with those of take_away' if tried else ''}), {why}",
-        _augment(profile, take_away=0.3),
+        _augment(profile, take_away=0.3) | (_lower_rate(profile) if tried else {}),
     )
 
 
@@ -103,12 +103,18 @@ def _add_texts(profile: RowProfile) -> Remedy | None:
 
 
 def _keep_base(profile: RowProfile) -> Remedy:
+    lowered = _lower_rate(profile)
     return Remedy(
         f"nothing that is searched for in the {profile.num_rows:,} rows of {profile.source} explains it; a smaller "
-        "learning rate, fewer epochs and general rows keep more of the base",
-        dict(_REPLAY),
-        _GENERAL,
+        "learning rate, fewer epochs and general rows (data.replay) keep more of the base",
+        lowered or dict(_REPLAY),
+        "" if lowered else _GENERAL,
     )
+
+
+def _lower_rate(profile: RowProfile) -> dict[str, str]:
+    """Return the override that takes a quarter of the learning rate; none if that is unknown."""
+    return {"optimizer.lr": f"{profile.learning_rate / 4:.3g}"} if profile.learning_rate else {}
 
 
 def _augment(profile: RowProfile, **shares: float) -> dict[str, str]:

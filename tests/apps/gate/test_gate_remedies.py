@@ -80,8 +80,22 @@ def test_what_was_tried_is_tried_harder_and_unknown_rows_are_named() -> None:
     assert tried[1].overrides["data.augment.mask_names"] == "100%"
     enough = find_remedies(fallen("over_calling"), profile(calls, take_away=0.8, ask=0.1))
     assert not any("negatives" in one.finding for one in enough), "44 % of the rows are negatives by then"
+    calls_made = profile(calls, take_away=0.3)
+    calls_made.learning_rate = 4e-3
+    assert find_remedies(fallen("over_calling"), calls_made)[0].overrides == {
+        "data.augment.take_away": "60%",
+        "optimizer.lr": "0.001",
+    }
     (unknown,) = find_remedies(fallen("over_calling"), None)
     assert "--rows" in unknown.finding
+
+
+def test_a_fall_that_the_rows_do_not_explain_asks_for_a_smaller_learning_rate() -> None:
+    rows = profile(*VARIED, (40, make_row(USER, QUESTION)))
+    rows.learning_rate = 2e-5
+    (remedy,) = find_remedies(fallen("over_calling"), rows)
+    assert remedy.overrides == {"optimizer.lr": "5e-06"}
+    assert not remedy.note
 
 
 def test_the_command_of_a_run_is_repeated_with_all_remedies(tmp_path: Path) -> None:
@@ -97,6 +111,7 @@ def test_the_command_of_a_run_is_repeated_with_all_remedies(tmp_path: Path) -> N
     assert history is not None
     found = history.profile()
     assert (found.num_rows, found.counts["call"], found.main_set_share) == (40, 40, 1.0)
+    assert found.learning_rate == config["optimizer"]["lr"] == 4e-3
     lines = [fallen(name) for name in ("over_calling", "invented_tool")]
     lines = [
         JudgedLine(one.line, one.comparison, one.p_adjusted, 0.1, None, find_remedies(one, found)) for one in lines
