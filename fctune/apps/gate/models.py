@@ -10,6 +10,7 @@ from typing import Any
 
 from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import CallFormat
+from fctune.config.intervals import format_count
 from fctune.config.sections.gate import GateConfig
 from fctune.data.chat_template import MissingTemplateError, load_tokenizer
 from fctune.data.chosen_template import ChosenTemplate
@@ -90,7 +91,7 @@ class GateModel:
 
         engine, call_format = self.open(config)
         cases = len(suite.all_cases)
-        log(f"{self.side}: {suite.name}, {cases:,} cases")
+        log(f"{self.side}: {suite.name}, {format_count(cases, 'case')}")
         rows = run_suite(
             suite,
             engine,
