@@ -2,8 +2,9 @@
 
     python -m benchmarks.gate --out DIR [--parts harm pairs simulate] [--pairs 20] [--result FILE]
 
-- harm: the demo's model (`fctune train tiny_lora`) is the base. It is trained on rows that all call, and gated; then by
-  the command that the gate printed, and gated again. The first must be stopped, and the second pass.
+- harm: the demo's model (`fctune train tiny_lora`) is the base. It is trained on rows that all call, and gated. As long
+  as the gate stops the result, the command that it printed trains again, at most three times. The first result must be
+  stopped, and the last one pass.
 - pairs: two samples of the base, with different seeds, are gated as base and result, so each alarm is a false one.
 - simulate: 1,000 gates with the accuracy and the flips of each line that the pairs had; unchanged, and with a true
   fall on one line.
@@ -42,6 +43,7 @@ from fctune.tasks.suite_files import load_suite
 ROOT = Path(__file__).resolve().parents[1]
 NUM_ROWS, NUM_CASES, NUM_STEPS = 3000, 200, 80
 MAX_HARMFUL_ROWS = 900
+MAX_ROUNDS = 3
 NUM_GATES = 1000
 FALLS = (0.10, 0.15, 0.20, 0.30)
 TEMPERATURE = 0.7
@@ -75,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         described = {"date": time.strftime("%Y-%m-%d"), "command": command, "machine": machine, **found}
         arguments.result.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     harm = found.get("harm")
-    return int(harm is not None and (not harm["harmful"]["is_blocked"] or harm["mended"]["is_blocked"]))
+    return int(harm is not None and (not harm["harmful"]["is_blocked"] or harm["mended"][-1]["is_blocked"]))
 
 
 def keep(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def keep(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure_harm(folder: Path, num_cases: int, num_steps: int) -> dict[str, Any]:
-    """Train on rows that all call, gate, train by the printed command, and gate again."""
+    """Train on rows that all call, and gate; then follow the printed commands until a result passes."""
     rows, cases, base = folder / "rows.jsonl", write_cases(folder), find_base(folder)
     run(["data", "synthetic", "train", "--rows", str(NUM_ROWS), "--seed", "7", "--out", str(rows)])
     harmful = folder / "calls_only.jsonl"
@@ -99,13 +101,17 @@ def measure_harm(folder: Path, num_cases: int, num_steps: int) -> dict[str, Any]
     train = ["train", "tiny_lora", "--nproc", "1", "--data", str(harmful), f"output_dir={trained}"]
     settings = [f"max_steps={num_steps}", "validation.every=0", "data.seq_len=512", "lr_scheduler.warmup=5"]
     run([*train, f"model.path={base}", *settings])
-    before = gate(base, trained, cases, folder / "gate_harmful", num_cases)
-    (command,) = before["commands"]
-    mended = Path(next(word for word in shlex.split(command) if word.startswith("output_dir=")).partition("=")[2])
-    run(shlex.split(command)[1:])
-    after = gate(base, mended, cases, folder / "gate_mended", num_cases)
-    shown = command.replace(str(folder.resolve()), "DIR").replace(str(folder), "DIR")
-    return {"rows": len(lines), "harmful": shorten(before), "remedy": shown, "mended": shorten(after)}
+    report = gate(base, trained, cases, folder / "gate_harmful", num_cases)
+    found: dict[str, Any] = {"rows": len(lines), "harmful": shorten(report), "mended": []}
+    while report["is_blocked"] and report["commands"] and len(found["mended"]) < MAX_ROUNDS:
+        (command,) = report["commands"]
+        run(shlex.split(command)[1:])
+        words = (word.partition("=") for word in shlex.split(command))
+        mended = Path(next(value for key, _, value in words if key == "output_dir"))
+        report = gate(base, mended, cases, folder / f"gate_mended_{len(found['mended']) + 1}", num_cases)
+        shown = command.replace(str(folder.resolve()), "DIR").replace(str(folder), "DIR")
+        found["mended"].append({"command": shown, **shorten(report)})
+    return found
 
 
 def find_base(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ def add_commands(commands: Any) -> None:
 def _gate(arguments: argparse.Namespace) -> int:
     if arguments.base is None:
         trained_from = (_read_run(arguments.tuned).get("model") or {}).get("path")
-        hint = f"pass --base {trained_from}" if trained_from else "without one, measure the result with fctune eval"
+        hint = f"pass --base {shlex.quote(trained_from)}" if trained_from else "to measure it alone, use fctune eval"
         raise ConfigError(f"fctune gate: no --base. A gate compares the result with what it was trained from; {hint}.")
     if arguments.tuned is None:
         arguments.command_parser.error("the following arguments are required: --tuned")
@@ -134,6 +135,8 @@ def _read_config(arguments: argparse.Namespace) -> GateConfig:
 
 def print_report(console: Console, report: GateReport, out: Path) -> None:
     """Print a gate's report: what is too small first, then a table of the lines, what was not run, and the remedies."""
+    from rich.markup import escape
+
     from fctune.apps.gate.lines import format_fall, format_points
     from fctune.cli.tables import make_table, print_not_run
 
@@ -164,7 +167,7 @@ def print_report(console: Console, report: GateReport, out: Path) -> None:
     for name, found in report.tables.items():
         measured = make_table(name, *found["columns"], num_text=2)
         for row in found["rows"]:
-            measured.add_row(*map(str, row))
+            measured.add_row(*(escape(str(cell)) for cell in row))
         console.print(measured)
     print_not_run(console, report.not_run)
     for line in report.lines:
@@ -177,7 +180,8 @@ def print_report(console: Console, report: GateReport, out: Path) -> None:
     for command in report.commands:
         console.print(f"\nTrain again with these remedies:\n  {command}", soft_wrap=True, markup=False, highlight=False)
     _print_verdict(console, report)
-    console.print(f"report: {out / 'gate.json'}; page: {out / 'gate.html'}", soft_wrap=True, highlight=False)
+    files = f"report: {out / 'gate.json'}; page: {out / 'gate.html'}"
+    console.print(files, soft_wrap=True, markup=False, highlight=False)
 
 
 def _print_verdict(console: Console, report: GateReport) -> None:

@@ -55,7 +55,7 @@ def make_console() -> Console:
 
 def make_table(title: str, *columns: str, num_text: int = 1) -> Table:
     """Create a table whose first ``num_text`` columns hold text and whose others hold numbers, never broken."""
-    table = FittingTable(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = FittingTable(title=Text(title, "table.title"), title_justify="left", box=box.SIMPLE_HEAD)
     for index, name in enumerate(columns):
         is_text = index < num_text
         table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
@@ -156,7 +156,7 @@ def print_not_run(console: Console, not_run: Mapping[str, str]) -> None:
     """Print the categories that were not run, grouped by reason."""
     for reason in dict.fromkeys(not_run.values()):
         names = [category for category, why in not_run.items() if why == reason]
-        console.print(f"not run: {', '.join(names)} ({reason})", soft_wrap=True, highlight=False)
+        console.print(f"not run: {', '.join(names)} ({reason})", soft_wrap=True, markup=False, highlight=False)
 
 
 def print_leaderboard(console: Console, summary: Mapping[str, Any]) -> None:

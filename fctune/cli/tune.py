@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fctune.apps.tune.progress import RUN, Progress
 from fctune.base.errors import ConfigError, DataError, Interrupted
 from fctune.base.terminal import Terminal, escape_controls
 from fctune.cli.data_rows import add_format_argument, add_selection_arguments, list_sources, read_columns
@@ -21,6 +22,7 @@ from fctune.cli.parser import is_override
 from fctune.config.intervals import format_count, format_duration
 from fctune.config.sections.data import REDACT_KINDS, SourceConfig
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
+from fctune.runs.directory import RunFiles
 
 if TYPE_CHECKING:
     from fctune.apps.gate import GateReport
@@ -33,11 +35,12 @@ if TYPE_CHECKING:
 
 _TINY = "fctune/assets/tiny_base"
 _CONFIG = "tune.yaml"
-_RUN, _GATE, _PAGE, _ROWS = "run", "gate", "report.html", "rows"
+_GATE, _PAGE, _ROWS = "gate", "report.html", "rows"
 _CLEANINGS = ("invalid", *REDACT_KINDS)
 _GIB = 1024**3
 # Keys that options of the command set.
-_OPTIONS = {"output_dir": "--out", "model.path": "--model", "data.sources": "--data"}
+_OPTIONS = {"output_dir": "--out", "model.path": "--model", "data.sources": "--data", "gate.cases": "--cases"}
+_SECTIONS = {"model": "--model", "data": "--data"}  # whose other keys are set one at a time
 
 
 def add_commands(commands: Any) -> None:
@@ -124,8 +127,6 @@ def sort_words(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
 
 def _tune(arguments: argparse.Namespace) -> int:
     _check_arguments(arguments)
-    from fctune.apps.tune.progress import Progress
-
     progress = Progress(arguments.out)
     try:
         return _Tune(arguments, progress).run()
@@ -154,6 +155,11 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         key = word.removeprefix("~").partition("=")[0]
         if option := next((option for name, option in _OPTIONS.items() if f"{key}.".startswith(f"{name}.")), None):
             raise ConfigError(f"{word}: fctune tune sets this key by {option}. Pass that instead.")
+        if key in _SECTIONS:
+            raise ConfigError(
+                f"{word}: fctune tune sets a part of {key} by {_SECTIONS[key]}. Set other keys one at a time, such as "
+                f"{'data.seq_len=2048' if key == 'data' else 'model.chat_template=hermes'}."
+            )
         if key == "adapter":
             raise ConfigError(f"{word}: fctune tune trains adapters. To train all weights, use fctune train.")
     if arguments.gpus is not None and arguments.gpus < 0:
@@ -178,7 +184,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
 class _Tune:
     """One tune: its steps in order, each skipped if it is done."""
 
-    def __init__(self, arguments: argparse.Namespace, progress: Any):
+    def __init__(self, arguments: argparse.Namespace, progress: Progress):
         from fctune.apps.tune.rows import RowOptions
 
         self.arguments, self.progress = arguments, progress
@@ -199,6 +205,7 @@ class _Tune:
         for change in self.progress.accept(self._list_inputs()):
             self.say(f"changed since the last time: {change}; starting again", "yellow")
         self.machine = find_machine(self.arguments.gpus)
+        self._forget_stale_plan()
         found: dict[str, Any] = {}
         for step, action in (("check", self.check), ("split", self.split), ("plan", self.plan)):
             found[step] = self._do(step, partial(action, found))
@@ -208,14 +215,14 @@ class _Tune:
         self._check_config(found["plan"])
         if (code := self._train(found["plan"])) != 0:
             return code
-        found["gate"] = self._do("gate", self._judge)
-        self._do("report", self._report)
+        found["gate"] = self._do("gate", self._judge, self.out / _GATE / "gate.json")
+        self._do("report", self._report, self.out / _PAGE)
         self._print_next(found["gate"])
         return int(found["gate"]["is_blocked"])
 
-    def _do(self, step: str, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what a step found: now, or when it was done."""
-        if (found := self.progress.find(step)) is not None:
+    def _do(self, step: str, action: Callable[[], dict[str, Any]], output: Path | None = None) -> dict[str, Any]:
+        """Return what a step found: now, or when it was done, if its output is still there."""
+        if (found := self.progress.find(step)) is not None and (output is None or output.exists()):
             self.say(f"{step}: done {self.progress.when(step)}; not repeated", "dim")
             for line in found.get("lines", []) if step == "gate" else []:
                 self.say(line)
@@ -224,6 +231,19 @@ class _Tune:
         found = action()
         self.progress.finish(step, found)
         return found
+
+    def _forget_stale_plan(self) -> None:
+        """Have the plan made again, before training, if its config is gone or is for another machine and not edited."""
+        planned, path = self.progress.find("plan"), self.out / _CONFIG
+        if planned is None or self.progress.has_training_begun:
+            return
+        is_gone = not path.is_file()
+        is_other = planned.get("machine") != self.machine.name
+        if is_gone or (is_other and _digest(path.read_text(encoding="utf-8")) == planned["config"]):
+            other = f"was made for {planned.get('machine')}, and this machine has {self.machine.name}"
+            reason = f"{path} is gone" if is_gone else other
+            self.say(f"plan: {reason}; made again", "yellow")
+            self.progress.forget("plan")
 
     def _list_inputs(self) -> dict[str, str]:
         """Return what the steps depend on, by a name for messages; files by their content."""
@@ -278,12 +298,19 @@ class _Tune:
         self._require_fit(architecture, None, least)
         if self.options.tools:
             self.sources = add_tools(self.sources, self.options, self.out / _ROWS, lambda line: self.say(f"  {line}"))
-        report = self._check_rows(self._draft(architecture).parse())
+        draft = self._draft(architecture)
+        config = draft.parse()
+        if config.data.validation_share == 0 and draft.is_given("data.validation_share") and not self.options.cases:
+            raise ConfigError(
+                "data.validation_share=0: holds out no row, so there is nothing to judge the result with. Leave it "
+                "out, or pass --cases FILE."
+            )
+        report = self._check_rows(config)
         require_trainable(report, self.options)
         tokens = report.tokens
         assert tokens is not None
         facts = {"conversations": report.conversations, "tokens": tokens.total, "longest": tokens.lengths.max}
-        facts["no_calls"] = report.classes.get("no_call", 0)
+        facts |= {"no_calls": report.classes.get("no_call", 0), "no_tools": report.classes.get("no_tools", 0)}
         return {"sources": [source.path for source in self.sources], "facts": facts}
 
     def _draft(self, architecture: Any) -> Draft:
@@ -291,7 +318,7 @@ class _Tune:
         from fctune.apps.tune.choices import draft_config
 
         draft, _ = draft_config(
-            self.model, architecture, self.machine, self.out / _RUN, self.sources, self.arguments.settings
+            self.model, architecture, self.machine, self.out / RUN, self.sources, self.arguments.settings
         )
         draft.choose("gate.chat_template", "tuned", "the base is asked in the form that it is trained in")
         if self.options.cases is not None:
@@ -344,7 +371,7 @@ class _Tune:
             config, prepared = self._prepare(found | {"split": {"has_augment": False}})
         for line in describe_counts(prepared):
             self.say(f"  {line}")
-        from fctune.tasks.evaluation.held_out import find_asked, make_held_out_cases
+        from fctune.tasks.evaluation.held_out import NothingHeldOutError, find_asked, make_held_out_cases
 
         if self.options.cases is not None:
             from fctune.apps.tune.rows import require_unseen
@@ -354,7 +381,13 @@ class _Tune:
             require_unseen(len(find_asked(given, config.data)), self.options)
             return {"held_out": len(given), "has_augment": has_augment}
 
-        cases, num_leaked = make_held_out_cases(config.data, prepared)
+        try:
+            cases, num_leaked = make_held_out_cases(config.data, prepared)
+        except NothingHeldOutError:
+            raise DataError(
+                "no held-out row has tools and an answer, so there is nothing to judge the result with. Add rows with "
+                "tools, hold out more (data.validation_share=0.3), or pass --cases FILE."
+            ) from None
         if not cases:
             raise DataError(
                 "nothing is left to judge the result with: rows to train on ask the questions of all held-out rows, "
@@ -420,7 +453,7 @@ class _Tune:
         text = draft.render(head)
         path = self.progress.write(_CONFIG, text)
         self.say(f"  config: {path}")
-        return {"config": _digest(text)}
+        return {"config": _digest(text), "machine": self.machine.name}
 
     def _require_fit(self, architecture: Any, model_dir: Path | None, draft: Draft) -> None:
         """Choose a layout that fits; without the size of the rows, only see that there is one.
@@ -457,7 +490,7 @@ class _Tune:
         """Say that the config was edited, and refuse it if the result was trained without the edit."""
         path = self.out / _CONFIG
         if not path.is_file():
-            raise ConfigError(f"{path}: is gone. Delete {self.out / 'tune.json'} to write it again.")
+            raise ConfigError(f"{path}: is gone, and the result was trained with it. Choose another --out.")
         trained = self.progress.find("train")
         digest = _digest(path.read_text(encoding="utf-8"))
         if trained is not None and trained["config"] != digest:
@@ -472,8 +505,10 @@ class _Tune:
         """Train, or resume training; returns the run's exit code."""
         path = self.out / _CONFIG
         if self.progress.find("train") is not None:
-            self._do("train", dict)
-            return 0
+            if RunFiles(self.out / RUN).export.is_dir():
+                self._do("train", dict)
+                return 0
+            self.say(f"train: {RunFiles(self.out / RUN).export} is gone; trained again", "yellow")
         from fctune.models.run_config import load_run_config
         from fctune.training.launcher import launch_recipe
 
@@ -482,13 +517,16 @@ class _Tune:
         processes = self.machine.num_processes
         self.say(f"train: {format_count(processes, 'process', 'processes')}; Ctrl-C saves", "bold")
         code = launch_recipe(
-            shipped_dir("recipes") / f"{config.recipe}.py", ["--config", str(path)], processes, self.out / _RUN, _show
+            shipped_dir("recipes") / f"{config.recipe}.py", ["--config", str(path)], processes, self.out / RUN, _show
         )
         if code == 0:
             self.progress.finish("train", {"config": digest})
         else:
             why = "training was stopped" if code == 75 else f"training ended with code {code} (above)"
-            _show(f"{why}; re-run the same command to resume it")
+            how = (
+                f"correct {path} or the command, and re-run it" if code == 2 else "re-run the same command to resume it"
+            )
+            _show(f"{why}; {how}")
         return code
 
     def _judge(self) -> dict[str, Any]:
@@ -498,22 +536,32 @@ class _Tune:
         from fctune.cli.tables import make_console
         from fctune.models.run_config import load_run_config, resolve_base
         from fctune.tasks.evaluation.held_out import HELD_OUT_FILE
+        from fctune.tasks.evaluation.results import ResultsConflictError
 
         config = load_run_config(self.out / _CONFIG)
         named = config.gate.cases if config.gate is not None else None
-        cases = self.options.cases or named or self.out / _RUN / HELD_OUT_FILE
+        cases = self.options.cases or named or self.out / RUN / HELD_OUT_FILE
         if not Path(cases).is_file():
             raise DataError(
                 f"{cases}: is missing, so there is nothing to judge with. Pass --cases FILE to fctune gate."
             )
-        report: GateReport = run_gate(
-            str(resolve_base(config)),
-            str(self.out / _RUN),
-            self.out / _GATE,
-            cases=cases,
-            config=config.gate,
-            log=_show,
-        )
+
+        def judge(is_fresh: bool) -> GateReport:
+            return run_gate(
+                str(resolve_base(config)),
+                str(self.out / RUN),
+                self.out / _GATE,
+                cases=cases,
+                config=config.gate,
+                is_fresh=is_fresh,
+                log=_show,
+            )
+
+        try:
+            report = judge(is_fresh=False)
+        except ResultsConflictError:
+            _show("the answers of an earlier gate are of another model, other cases or another fctune; asking again")
+            report = judge(is_fresh=True)
         print_report(make_console(), report, self.out / _GATE)
         lines = [f"  {line.line.title}: {line.verdict}" for line in report.lines]
         return {"verdict": report.verdict, "is_blocked": report.is_blocked, "lines": lines}
@@ -525,7 +573,7 @@ class _Tune:
         from fctune.runs.record import read_run
         from fctune.tasks.evaluation.accuracy import find_accuracies, pair_results
 
-        record = read_run(self.out / _RUN)
+        record = read_run(self.out / RUN)
         page = self.out / _PAGE
         after, before = (self.out / _GATE / f"{side}.held_out.jsonl" for side in ("tuned", "base"))
         judged = [pair_results(after, before)] if after.is_file() and before.is_file() else []
@@ -535,7 +583,7 @@ class _Tune:
 
     def _print_next(self, judged: dict[str, Any]) -> None:
         """Print the verdict and the commands that come next."""
-        run = shlex.quote(str(self.out / _RUN))
+        run = shlex.quote(str(self.out / RUN))
         verdict = judged["verdict"]
         meaning = {
             "safe": "nothing got worse than its tolerance",

@@ -12,6 +12,8 @@ from fctune.base.files import write_atomically
 from fctune.runs.directory import RunFiles
 
 FILE_NAME = "not_released"
+_EXPORTS = ("merged", "adapter")  # of one run, which are released together
+_CONFIGS = ("config.json", "adapter_config.json")
 
 
 def find_mark(model: str | Path) -> Path:
@@ -22,10 +24,11 @@ def find_mark(model: str | Path) -> Path:
     """
     path = Path(model)
     export = RunFiles(path).export
-    if export.is_dir() and not (path / "config.json").is_file():
+    if export.is_dir() and not any((path / name).is_file() for name in _CONFIGS):
         return export / FILE_NAME
-    parent = path.resolve().parent
-    return (parent if parent.name == export.name else path) / FILE_NAME
+    resolved = path.resolve()
+    is_export = resolved.name in _EXPORTS and resolved.parent.name == export.name
+    return (resolved.parent if is_export else path) / FILE_NAME
 
 
 def mark_not_released(model: str | Path, lines: Sequence[Mapping[str, Any]], report: Path) -> Path:
@@ -62,14 +65,17 @@ def remove_mark(model: str | Path) -> bool:
     return had_one
 
 
-def read_mark(model: str | Path) -> list[dict[str, Any]] | None:
-    """Return the lines that block a model; None if it is not marked. Those of a damaged mark are unknown, so empty."""
+def read_mark(model: str | Path) -> list[dict[str, str]] | None:
+    """Return the lines that block a model, each with ``name``, ``title`` and ``verdict``; None if it is not marked.
+
+    Those of a damaged mark are unknown, so empty.
+    """
     mark = find_mark(model)
     if not mark.is_file():
         return None
     try:
         lines = json.loads(mark.read_text(encoding="utf-8"))["lines"]
-        return [line for line in lines if isinstance(line, dict) and isinstance(line.get("title"), str)]
+        return [{key: str(line[key]) for key in ("name", "title", "verdict")} for line in lines]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -88,7 +94,7 @@ def require_released(model: str | Path, action: str, is_forced: bool) -> None:
     lines = read_mark(model)
     if lines is None or is_forced:
         return
-    fallen = ", ".join(f"{line['title']} ({line.get('verdict', 'worse')})" for line in lines) or "the mark is damaged"
+    fallen = ", ".join(f"{line['title']} ({line['verdict']})" for line in lines) or "the mark is damaged"
     raise ConfigError(
         f"{model}: {action}, because the gate stopped it: {fallen}. See {find_mark(model)}; mend the rows and run "
         "fctune gate again, which removes the mark, or pass --force."

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tests.warm_interpreter import warm_python
 
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 QUICK = ["epochs=1", "gate.max_new_tokens=48"]  # the result may be any; its steps are tested
+CPU = Machine(0, replace(GPUS["h100"], name="CPU", memory_bytes=16 * GIB))
 STEPS = ["check", "split", "plan", "train", "gate", "report"]
 
 
@@ -140,8 +141,70 @@ def test_a_second_run_repeats_nothing_and_a_changed_one_is_refused(
         path.write_text(text.replace("epochs: 1 ", "epochs: 2 "))
         assert main(tuned.command) == 2
         assert "out/tune.yaml: was edited after training" in capsys.readouterr().err
+        path.unlink()
+        assert main(tuned.command) == 2
+        assert "out/tune.yaml: is gone, and the result was trained with it" in capsys.readouterr().err
     finally:
         path.write_text(text)
+
+
+def test_a_step_whose_output_is_gone_is_repeated(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
+    out = tuned.folder / "out"
+    (out / "report.html").unlink()
+    assert main(tuned.command) == tuned.code
+    assert (out / "report.html").is_file()
+
+    (out / "gate" / "gate.json").unlink()
+    settings = out / "gate" / "base.held_out.settings.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"fctune": "0.0"}))
+    assert main(tuned.command) == tuned.code
+    assert "or another fctune; asking again" in capsys.readouterr().err
+    assert (out / "gate" / "gate.json").is_file()
+
+    export, kept = out / "run" / "export", out / "run" / "kept"
+    export.rename(kept)
+
+    def train(*_: object) -> int:
+        kept.rename(export)
+        return 0
+
+    monkeypatch.setattr("fctune.training.launcher.launch_recipe", train)
+    assert main(tuned.command) == tuned.code
+    output = capsys.readouterr().out
+    assert "train: out/run/export is gone; trained again" in output
+    assert [line.partition(":")[0] for line in output.splitlines() if line.endswith("not repeated")] == STEPS[:3]
+
+
+def test_before_training_the_plan_follows_the_machine_and_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_synthetic(tmp_path / "rows.jsonl", 40)
+    command, config = ["tune", "--data", "rows.jsonl", "--out", "out", "--plan-only"], tmp_path / "out" / "tune.yaml"
+    monkeypatch.setattr("fctune.apps.tune.machine.find_machine", lambda _: CPU)
+    assert main(command) == 0
+    written = config.read_text()
+    config.unlink()
+    assert main(command) == 0
+    assert config.read_text() == written
+    assert "plan: out/tune.yaml is gone; made again" in capsys.readouterr().out
+
+    monkeypatch.setattr("fctune.apps.tune.machine.find_machine", lambda _: Machine(1, GPUS["h100"]))
+    assert main(command) == 0
+    assert "plan: was made for no GPU, and this machine has 1 GPU (h100)" in capsys.readouterr().out
+    assert load_run_config("out/tune.yaml").precision != "fp32", "that of processors"
+
+    (tmp_path / "out" / "run").mkdir()
+    (tmp_path / "out" / "run" / "exit.json").write_text('{"code": 2, "reason": "refused", "step": 0}')
+    assert main([*command, "epochs=2"]) == 0, "a launch that was refused has trained nothing"
+    assert load_run_config("out/tune.yaml").epochs == 2
+
+    (tmp_path / "out" / "tune.json").write_text("{")
+    assert main(command) == 2
+    assert "delete the directory to start again" in capsys.readouterr().err
 
 
 def change(conversation: dict[str, object], **values: object) -> dict[str, object]:
@@ -156,6 +219,21 @@ def drop_calls(path: Path) -> None:
 
 def keep_few(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
+
+
+def repeat_few(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7] * 6))
+
+
+def add_talk(path: Path) -> None:
+    """One row with tools among 60 without, which is not held out."""
+    talk = [
+        [{"role": "user", "content": f"What is {i} plus {i}?"}, {"role": "assistant", "content": f"{2 * i}"}]
+        for i in range(60)
+    ]
+    rows = path.read_text().splitlines(keepends=True)
+    call = [row for row in rows if "tool_calls" in row][1]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in talk) + call)
 
 
 def break_one(path: Path) -> None:
@@ -186,6 +264,11 @@ def repeat_questions(path: Path) -> None:
         (None, ["--data", "rows.jsonl", "output_dir=x"], "fctune tune sets this key by --out. Pass that instead"),
         (None, ["--data", "rows.jsonl", "adapter=null"], "To train all weights, use fctune train"),
         (None, ["--data", "rows.jsonl", "--cases", "rows.jsonl"], "to train on, so the result would be judged by what"),
+        (None, ["--data", "rows.jsonl", "gate.cases=rows.jsonl"], "fctune tune sets this key by --cases"),
+        (None, ["--data", "rows.jsonl", "model={path: x}"], "fctune tune sets a part of model by --model"),
+        (None, ["--data", "rows.jsonl", "data.validation_share=0"], "holds out no row, so there is nothing to judge"),
+        (repeat_few, ["--data", "rows.jsonl"], "7 different usable rows, too few to hold some out"),
+        (add_talk, ["--data", "rows.jsonl"], "no held-out row has tools and an answer, so there is nothing to judge"),
         (drop_calls, ["--data", "rows.jsonl"], "no row has a call, so a model trained on them would learn never to"),
         (keep_few, ["--data", "rows.jsonl"], "7 usable rows, too few to hold some out"),
         (
@@ -212,6 +295,27 @@ def test_bad_input_is_one_sentence_that_says_what_to_do(
     errors = capsys.readouterr().err
     assert expected in errors
     assert "Traceback" not in errors
+
+
+def test_cases_that_are_like_a_row_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tool = {"name": "weather", "description": "Weather", "parameters": {"type": "object", "properties": {"city": {}}}}
+
+    def write(path: Path, cities: Iterable[str]) -> None:
+        rows = []
+        for city in cities:
+            call = {"name": "weather", "arguments": json.dumps({"city": city})}
+            question = {"role": "user", "content": f"Please tell me what the current weather is like in {city}"}
+            answer = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+            rows.append({"tools": [{"type": "function", "function": tool}], "messages": [question, answer]})
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(tmp_path / "rows.jsonl", map(str, range(40)))
+    write(tmp_path / "cases.jsonl", map(str, range(50, 60)))
+    assert main(["tune", "--data", "rows.jsonl", "--cases", "cases.jsonl", "--out", "out", "--plan-only"]) == 0
+    assert "cases.jsonl: 10 cases nearly repeat a row to train on" in capsys.readouterr().out
 
 
 def test_clean_leaves_out_unusable_rows_and_names_them(

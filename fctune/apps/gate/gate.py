@@ -22,8 +22,9 @@ from fctune.apps.gate.served import ask_served, check_servers, make_tables
 from fctune.base.errors import ConfigError, DataError
 from fctune.config.intervals import format_count
 from fctune.config.sections.gate import GateConfig
-from fctune.runs.release import mark_not_released, remove_mark
+from fctune.runs.release import mark_not_released, read_mark, remove_mark
 from fctune.tasks.evaluation.held_out import HELD_OUT_FILE, find_run
+from fctune.tasks.evaluation.results import ResultsError
 from fctune.tasks.judge import Row
 from fctune.tasks.task import Case
 
@@ -83,7 +84,16 @@ def run_gate(
     blind = [f"{line.line.name}: {why}" for line in judged if (why := line.blindness) is not None]
     tables = make_tables(answers[before.side], answers[after.side], HELD_OUT)
     settings = _describe(config, path, plan)
-    report = GateReport(base, tuned, tuple(judged), not_run, settings, (*blind, *warnings, *missing), commands, tables)
+    still_blocking = _find_still_blocking(tuned, judged)
+    stopped = [
+        f"{line['title']}: {line['verdict']} in an earlier gate of this result, and not run in this one, so that it "
+        "still blocks"
+        for line in still_blocking
+    ]
+    warnings = [*stopped, *blind, *warnings, *missing]
+    report = GateReport(
+        base, tuned, tuple(judged), not_run, settings, tuple(warnings), commands, tables, still_blocking
+    )
     _publish(report, answers, folder, tuned)
     return report
 
@@ -100,6 +110,8 @@ def _ask(
         for sample, suite in list(plan.samples):
             try:
                 asked[suite.name] = model.ask(suite, config, folder, is_fresh, log)
+            except ResultsError:  # of the folder, not of the model
+                raise
             except (ConfigError, DataError) as error:
                 plan.samples.remove((sample, suite))
                 plan.not_run[sample.name] = f"{model.side}: {' '.join(str(error).split())}"
@@ -111,7 +123,7 @@ def _ask(
 def _judge(
     lines: Sequence[Line], tolerance: float, history: TrainingHistory | None
 ) -> tuple[list[JudgedLine], tuple[str, ...]]:
-    """Judge the lines; returns them with remedies for falls, and a command that treats those that are worse, or all."""
+    """Judge the lines; returns them with remedies for falls, and the command that treats the worse ones (or all)."""
     judged = judge_lines(lines, tolerance)
     if not any(line.has_fallen for line in judged):
         return judged, ()
@@ -169,13 +181,22 @@ def _publish(report: GateReport, answers: Answers, folder: Path, tuned: str) -> 
     """Write the report and its page, and mark the result or remove its mark."""
     try:
         path = report.write(folder)
+        if is_on_disk(tuned):  # before the page, without which the result is marked all the same
+            if report.is_blocked:
+                mark_not_released(tuned, [*map(_describe_line, report.blocking), *report.still_blocking], path)
+            else:
+                remove_mark(tuned)
         write_gate_html(report, answers, folder / "gate.html")
     except OSError as error:
         raise ConfigError(f"--out {folder}: cannot be written ({error.strerror}).") from None
-    if not is_on_disk(tuned):
-        return
-    if report.is_blocked:
-        fallen = [{"name": one.line.name, "title": one.line.title, "verdict": one.verdict} for one in report.blocking]
-        mark_not_released(tuned, fallen, path)
-    else:
-        remove_mark(tuned)
+
+
+def _describe_line(line: JudgedLine) -> dict[str, str]:
+    return {"name": line.line.name, "title": line.line.title, "verdict": line.verdict}
+
+
+def _find_still_blocking(tuned: str, judged: Sequence[JudgedLine]) -> tuple[dict[str, str], ...]:
+    """Return the lines for which an earlier gate marked the result and which did not run in this one."""
+    marked = read_mark(tuned) if is_on_disk(tuned) else None
+    names = {line.line.name for line in judged}
+    return tuple(line for line in marked or () if line["name"] not in names)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import CallFormat
+from fctune.config.intervals import format_count
 from fctune.config.sections.gate import GateConfig
 from fctune.data.chat_template import MissingTemplateError, load_tokenizer
 from fctune.data.chosen_template import ChosenTemplate
@@ -90,7 +91,7 @@ class GateModel:
 
         engine, call_format = self.open(config)
         cases = len(suite.all_cases)
-        log(f"{self.side}: {suite.name}, {cases:,} cases")
+        log(f"{self.side}: {suite.name}, {format_count(cases, 'case')}")
         rows = run_suite(
             suite,
             engine,
@@ -124,6 +125,12 @@ def open_models(
         raise ConfigError(f"--base and --tuned are both {base}: a gate compares the result with its base. Name two.")
     before = GateModel("base", base, find_files(base), base_name)
     after = GateModel("tuned", tuned, find_files(tuned), tuned_name)
+    if before.files is not None and after.files is not None and _resolve(before.files) == _resolve(after.files):
+        folder = after.files.adapter_dir or after.files.model_dir
+        raise ConfigError(
+            f"--base {base} and --tuned {tuned} are both the model in {folder}: a gate compares the result with its "
+            "base. Name two."
+        )
     if before.files is None or after.files is None or config.chat_template == "own":
         return before, after
     (own, own_args), (other, other_args) = _read_template(before.files), _read_template(after.files)
@@ -146,6 +153,10 @@ def open_models(
 def is_on_disk(model: str) -> bool:
     """Return True for a model on this machine, which may have a run and a mark."""
     return not is_server(model) and not model.startswith("hf:")
+
+
+def _resolve(files: ModelFiles) -> list[Path]:
+    return [path.resolve() for path in files if path is not None]
 
 
 def _read_template(files: ModelFiles) -> tuple[str | None, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from fctune.apps.gate.lines import Line
@@ -22,6 +22,11 @@ DEFECT_LINES = {
     "invented_tool": "invented tools: no call of a tool that is not on offer",
     "invented_argument": "invented arguments: none that the tool does not declare",
 }
+_ABSENT = {
+    "calls": "no held-out case needs a call",
+    "over_calling": "no held-out case without a call, and none can be made of those with one",
+    "over_refusing": "no held-out case that needs a call is the partner of one without",
+}
 
 
 def make_lines(
@@ -36,53 +41,53 @@ def make_lines(
     """
     lines: list[Line] = []
     not_run, warnings = dict(plan.not_run), []
-    for suite in plan.suites:
-        lost = {
-            i for i in before[suite.name] if _has_failed(before[suite.name][i]) or _has_failed(after[suite.name][i])
-        }
+    for name, first in before.items():
+        lost = [i for i, row in first.items() if name in after and (_has_failed(row) or _has_failed(after[name][i]))]
         if lost:
             count = format_count(len(lost), "case has", "cases have")
             warnings.append(
-                f"{suite.name}: {count} no answer of a model, such as {min(lost)}: wrong if the other answered, left "
-                "out if neither did; the same command asks again"
+                f"{name}: {count} no answer of a model, such as {min(lost)}: left out if the base did not answer, "
+                "wrong if only the result did not; the same command asks again"
             )
 
     def pair(suite: str, ids: Iterable[str], is_right: Callable[[Row], bool]) -> list[PairedOutcome]:
+        # Counted as wrong before, cases that the base did not answer would hide falls of others.
         first, second = before[suite], after[suite]
-        return [
-            PairedOutcome(i, is_right(first[i]), is_right(second[i]))
-            for i in ids
-            if not (_has_failed(first[i]) and _has_failed(second[i]))
-        ]
+        return [PairedOutcome(i, is_right(first[i]), is_right(second[i])) for i in ids if not _has_failed(first[i])]
 
-    def add(name: str, title: str, outcomes: list[PairedOutcome], reason: str, note: str = "") -> None:
-        if outcomes:
-            lines.append(Line(name, title, outcomes, note))
+    def add(
+        name: str,
+        title: str,
+        suite: str,
+        ids: Sequence[str],
+        is_right: Callable[[Row], bool],
+        note: str = "",
+        cause: str = "",
+    ) -> None:
+        if outcomes := pair(suite, ids, is_right):
+            lines.append(Line(name, title, outcomes, note, cause))
         else:
-            not_run[name] = reason
+            not_run[name] = "the base answered none of its cases" if ids else _ABSENT.get(name, "no cases")
 
     if (cases := plan.held_out) is not None:
         name = cases.suite.name
         everything = [case.id for case in cases.suite.cases]
         note = f"{format_count(cases.num_left_out, 'held-out case')} not asked" if cases.num_left_out else ""
-        add("calls", CALLS, pair(name, cases.calls, is_valid), "no held-out case needs a call", note)
-        alone = "no held-out case without a call, and none can be made of those with one"
-        add("over_calling", OVER_CALLING, pair(name, cases.no_calls, is_valid), alone, cases.note)
-        add("over_refusing", OVER_REFUSING, pair(name, cases.partners, _calls_something), alone, cases.note)
+        add("calls", CALLS, name, cases.calls, is_valid, note)
+        add("over_calling", OVER_CALLING, name, cases.no_calls, is_valid, cases.note)
+        add("over_refusing", OVER_REFUSING, name, cases.partners, _calls_something, cases.note)
         if STREAMED in before:
-            add("calls_streamed", f"{CALLS}, streamed", pair(STREAMED, cases.calls, is_valid), alone)
+            add("calls_streamed", f"{CALLS}, streamed", STREAMED, cases.calls, is_valid)
         for defect, title in DEFECT_LINES.items():
-            add(defect, title, pair(name, everything, partial(_lacks, defect)), alone)
+            add(defect, title, name, everything, partial(_lacks, defect))
         outcomes = pair(name, everything, _reasons)
         if any(outcome.before for outcome in outcomes):
-            add("reasoning", REASONING, outcomes, "")
+            lines.append(Line("reasoning", REASONING, outcomes))
         else:
             not_run["reasoning"] = "the base does not reason on the held-out cases"
     for sample, suite in plan.samples:
         ids = [case.id for case in suite.all_cases]
-        lines.append(
-            Line(sample.name, sample.title, pair(suite.name, ids, is_valid), suite.release or "", sample.cause)
-        )
+        add(sample.name, sample.title, suite.name, ids, is_valid, suite.release or "", sample.cause)
     return lines, not_run, warnings
 
 

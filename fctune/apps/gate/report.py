@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from fctune.apps.gate.lines import JudgedLine, Verdict
 from fctune.base.files import write_atomically
 
 SCHEMA_VERSION = 1
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class GateReport:
         warnings: What to know before the verdicts, such as a line that is too small to find anything.
         commands: What trains the result again with the remedies of all lines.
         tables: Further measurements that have no verdict, by name.
+        still_blocking: Lines for which an earlier gate stopped the result and which did not run in this one, each with
+            ``name``, ``title`` and ``verdict``.
     """
 
     base: str
@@ -38,6 +43,7 @@ class GateReport:
     warnings: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     tables: Mapping[str, Any] = field(default_factory=dict)
+    still_blocking: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -47,8 +53,9 @@ class GateReport:
 
     @property
     def is_blocked(self) -> bool:
-        """True if the result must not be released: it is worse, or undecided where it is required to be safe."""
-        return self.verdict == "worse" or (bool(self.settings["require_safe"]) and self.verdict == "undecided")
+        """True if the result must not be released: a line is worse, or undecided where all are required to be safe."""
+        is_unsafe = bool(self.settings["require_safe"]) and self.verdict == "undecided"
+        return self.verdict == "worse" or is_unsafe or bool(self.still_blocking)
 
     @property
     def blocking(self) -> tuple[JudgedLine, ...]:
@@ -67,6 +74,7 @@ class GateReport:
             "warnings": list(self.warnings),
             "lines": [line.to_json() for line in self.lines],
             "not_run": dict(self.not_run),
+            "still_blocking": list(map(dict, self.still_blocking)),
             "commands": list(self.commands),
             "tables": dict(self.tables),
             "settings": dict(self.settings),
@@ -74,27 +82,37 @@ class GateReport:
 
     def to_junit(self) -> str:
         """Return the report as JUnit XML: a blocking line is a failure; one that is undecided or not run is skipped."""
-        cases = len(self.lines) + len(self.not_run)
+        stopped = {line["name"]: line["verdict"] for line in self.still_blocking}
+        others = [name for name in self.not_run if name not in stopped]
         blocking = {line.line.name for line in self.blocking}
-        num_skipped = cases - len(blocking) - sum(line.verdict == "safe" for line in self.lines)
+        num_undecided = sum(line.verdict == "undecided" and line.line.name not in blocking for line in self.lines)
         suite = ElementTree.Element(
             "testsuite",
             name="fctune gate",
-            tests=str(cases),
-            failures=str(len(blocking)),
+            tests=str(len(self.lines) + len(stopped) + len(others)),
+            failures=str(len(blocking) + len(stopped)),
             errors="0",
-            skipped=str(num_skipped),
+            skipped=str(num_undecided + len(others)),
         )
+
+        def add(name: str) -> ElementTree.Element:
+            return ElementTree.SubElement(suite, "testcase", classname="fctune.gate", name=_to_xml_text(name))
+
+        def fail(name: str, verdict: str, text: str) -> None:
+            failure = ElementTree.SubElement(add(name), "failure", message=verdict, type=verdict)
+            failure.text = _to_xml_text(text)
+
         for line in self.lines:
-            case = ElementTree.SubElement(suite, "testcase", classname="fctune.gate", name=line.line.name)
             if line.line.name in blocking:
-                failure = ElementTree.SubElement(case, "failure", message=line.verdict, type=line.verdict)
-                failure.text = _to_xml_text(line.describe())
-            elif line.verdict == "undecided":
-                ElementTree.SubElement(case, "skipped", message=_to_xml_text(f"undecided: {line.describe()}"))
-        for name, reason in self.not_run.items():
-            case = ElementTree.SubElement(suite, "testcase", classname="fctune.gate", name=name)
-            ElementTree.SubElement(case, "skipped", message=_to_xml_text(f"not run: {reason}"))
+                fail(line.line.name, line.verdict, line.describe())
+            else:
+                case = add(line.line.name)
+                if line.verdict == "undecided":
+                    ElementTree.SubElement(case, "skipped", message=_to_xml_text(f"undecided: {line.describe()}"))
+        for name, verdict in stopped.items():
+            fail(name, verdict, f"in an earlier gate; not run in this one: {self.not_run.get(name, 'not planned')}")
+        for name in others:
+            ElementTree.SubElement(add(name), "skipped", message=_to_xml_text(f"not run: {self.not_run[name]}"))
         ElementTree.indent(suite)
         return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -103,10 +121,11 @@ class GateReport:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "gate.xml", self.to_junit())
         path = folder / "gate.json"
-        write_atomically(path, json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n"
+        write_atomically(path, text.encode("utf-8", "replace"))  # ids may have half of a surrogate pair
         return path
 
 
 def _to_xml_text(text: str) -> str:
     """Replace what XML 1.0 cannot hold: ids of cases may have any character."""
-    return "".join(c if c in "\t\n\r" or (c >= " " and not "\ud800" <= c <= "\udfff") else "?" for c in text)
+    return _NOT_XML.sub("?", text)

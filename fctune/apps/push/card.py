@@ -93,7 +93,7 @@ def _describe_mark(export: Path) -> list[str]:
     lines = read_mark(export)
     if lines is None:
         return []
-    rows = [_row([line["title"], str(line.get("verdict", "worse"))]) for line in lines]
+    rows = [_row([line["title"], line["verdict"]]) for line in lines]
     text = "The comparison with its base stopped this model, and it was published nevertheless. It lost on:"
     return ["## Not released", text, "\n".join([_row(["line", "verdict"]), _row(["---", "---"]), *rows])]
 

@@ -38,6 +38,7 @@ _FEW_NO_CALLS, _TAKE_AWAY = (
 )  # below this share of rows without a call, this share of others is made into some
 _TINY_WEIGHTS = 20_000_000
 _OTHER_FAMILY = math.log(4)  # how much nearer in size a model of another family must be
+_ALTERNATIVES = {"global_batch_size": "global_batch_tokens"}  # by key; only one of both may be set
 _NOT_TAKEN = ("success", "telemetry", "eval", "price_per_gpu_hour", "currency")
 
 
@@ -49,6 +50,7 @@ class RowFacts:
     tokens: int
     longest: int  # tokens of the longest conversation
     no_calls: int = 0  # conversations with tools that call none
+    no_tools: int = 0  # conversations without tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,18 @@ class Draft:
         self.composition = composition
         self._problems: list[str] = []
         self._given = [word.removeprefix("~").partition("=")[0] for word in given]
+        for key, other in _ALTERNATIVES.items():
+            if self.is_given(other) and not self.is_given(key):
+                composition.values.pop(key, None)
         composition.apply_overrides(given, self._problems)
 
+    def is_given(self, key: str) -> bool:
+        """Return True if the user gave a dotted key, a part of it, or the section that it is in."""
+        return any(f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.") for given in self._given)
+
     def choose(self, key: str, value: Any, reason: str) -> None:
-        """Set a dotted key, unless the user gave it or a part of it."""
-        if any(f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.") for given in self._given):
+        """Set a dotted key, unless the user gave it or a part of it, or the key that takes its place."""
+        if self.is_given(key) or (key in _ALTERNATIVES and self.is_given(_ALTERNATIVES[key])):
             return
         self.composition.apply_overrides([f"{key}={dump_yaml(value, is_inline=True)}"], self._problems, reason)
 
@@ -191,8 +200,7 @@ def _describe_source(source: SourceConfig) -> dict[str, Any]:
 
 def size_config(draft: Draft, facts: RowFacts, architecture: Architecture, machine: Machine, has_cases: bool) -> None:
     """Choose what depends on the number and the length of the rows."""
-    values = draft.composition.values
-    usual = int(values["global_batch_size"]) * int(values["data"].get("seq_len", 4096))  # tokens of a step
+    usual = _count_step_tokens(draft.parse())
     rows = format_count(facts.conversations, "row")
     limit = architecture.max_position_embeddings
     seq_len = min(max(MIN_SEQ_LEN, 2 ** math.ceil(math.log2(max(2, facts.longest)))), limit)
@@ -204,8 +212,10 @@ def size_config(draft: Draft, facts: RowFacts, architecture: Architecture, machi
             "data.seq_len", seq_len, f"the model reads {limit:,} tokens; the longest row has {facts.longest:,}"
         )
         draft.choose("data.overlong", "drop", "rows that the model cannot read are left out, and counted")
-    if facts.no_calls < _FEW_NO_CALLS * facts.conversations:
-        why = f"{facts.no_calls:,} of {rows} with tools {'calls' if facts.no_calls == 1 else 'call'} none"
+    with_tools = facts.conversations - facts.no_tools
+    if facts.no_calls < _FEW_NO_CALLS * with_tools:
+        calling = "calls" if facts.no_calls == 1 else "call"
+        why = f"{facts.no_calls:,} of {format_count(with_tools, 'row')} with tools {calling} none"
         draft.choose("data.augment.take_away", _TAKE_AWAY, f"{why}; without such rows a model calls always")
     if has_cases:
         draft.choose("data.validation_share", 0.0, "--cases gives the held-out cases")
@@ -220,14 +230,20 @@ def size_config(draft: Draft, facts: RowFacts, architecture: Architecture, machi
     else:
         epochs = next((epochs for rows_below, epochs in _EPOCHS if facts.conversations < rows_below), 1)
         draft.choose("epochs", epochs, f"{rows}; fewer rows are read more often")
-    total = int(facts.tokens * (1 - values["data"]["validation_share"]) * int(values["epochs"]))
-    most = max(1, min(usual, total // USUAL_STEPS) // int(values["data"]["seq_len"]))
+    config = draft.parse()
+    total = int(facts.tokens * (1 - config.data.validation_share) * config.epochs)
+    most = max(1, min(usual, total // USUAL_STEPS) // config.data.seq_len)
     batch = max(machine.num_processes, 2 ** int(math.log2(most)))
-    steps = math.ceil(total / (batch * int(values["data"]["seq_len"])))
+    steps = math.ceil(total / (batch * config.data.seq_len))
     draft.choose("global_batch_size", batch, f"packs of seq_len tokens; about {format_count(steps, 'step')}")
+    steps = math.ceil(total / _count_step_tokens(draft.parse()))
     draft.choose("lr_scheduler.warmup", "5%", "of the steps, however few they are")
     draft.choose("validation.every", "25%", "of the steps; the gate measures the calls")
     draft.choose("log_every_n_steps", max(1, steps // 20), "about twenty lines")
+
+
+def _count_step_tokens(config: RunConfig) -> int:
+    return config.global_batch_tokens or config.global_batch_size * config.data.seq_len
 
 
 def fit_config(draft: Draft, architecture: Architecture, model_dir: Path | None, machine: Machine) -> Variant | None:

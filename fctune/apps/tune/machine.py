@@ -33,6 +33,11 @@ class Machine:
         """Ranks to train with."""
         return max(1, self.num_gpus)
 
+    @property
+    def name(self) -> str:
+        """Number and kind of the GPUs, without the memory that happens to be free."""
+        return f"{format_count(self.num_gpus, 'GPU')} ({self.gpu.name})" if self.num_gpus else "no GPU"
+
     def describe(self) -> str:
         """Return the machine in a few words."""
         memory = f"{self.gpu.memory_bytes / GIB:.1f} GiB"

@@ -10,9 +10,10 @@ from typing import Any
 
 from fctune.base.errors import ConfigError
 from fctune.base.files import write_atomically
-from fctune.runs.directory import DirectoryLock
+from fctune.runs.directory import DirectoryLock, RunFiles
 
 STEPS = ("check", "split", "plan", "train", "gate", "report")
+RUN = "run"  # directory of the training run
 _FILE = "tune.json"
 _SCHEMA_VERSION = 1
 
@@ -59,7 +60,7 @@ class Progress:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{self._path}: not the record of a tune ({type(error).__name__}). Choose another --out, or delete the "
-                "file to repeat the steps."
+                "directory to start again."
             ) from None
 
     def accept(self, inputs: Mapping[str, str]) -> list[str]:
@@ -74,7 +75,7 @@ class Progress:
             ConfigError: Something changed, and training has begun.
         """
         changes = self._list_changes(inputs)
-        if changes and (self.folder / "run").exists():
+        if changes and self.has_training_begun:
             lines = "\n".join(f"  {change}" for change in changes)
             raise ConfigError(
                 f"--out {self.folder}: was trained with other rows or settings.\n{lines}\n"
@@ -86,6 +87,11 @@ class Progress:
         self._inputs = dict(inputs)
         self._write_record()
         return changes if is_repeated else []
+
+    @property
+    def has_training_begun(self) -> bool:
+        """True if training has taken or loaded a step; a launch that is refused leaves a directory without run.json."""
+        return RunFiles(self.folder / RUN).run.is_file()
 
     def _list_changes(self, inputs: Mapping[str, str]) -> list[str]:
         if not self._inputs:
@@ -107,14 +113,18 @@ class Progress:
         done = self._steps.get(step)
         return None if done is None else dict(done["found"])
 
+    def forget(self, step: str) -> None:
+        """Have a step and those after it done again."""
+        kept = STEPS[: STEPS.index(step)]
+        self._steps = {name: self._steps[name] for name in kept if name in self._steps}
+
     def when(self, step: str) -> str:
         """Return the time at which a finished step ended."""
         return str(self._steps[step]["at"])
 
     def finish(self, step: str, found: Mapping[str, Any]) -> None:
         """Record a step as done; later ones are to be done again."""
-        kept = STEPS[: STEPS.index(step)]
-        self._steps = {name: self._steps[name] for name in kept if name in self._steps}
+        self.forget(step)
         at = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         self._steps[step] = {"at": at, "found": dict(found)}
         self._write_record()

@@ -148,6 +148,9 @@ def describe_findings(report: Report, options: RowOptions) -> list[str]:
     if report.secrets.kinds and not {*options.clean} & {*REDACT_KINDS}:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in report.secrets.kinds.items())
         lines.append(f"secrets in the rows: {kinds}; --clean replaces them by placeholders")
+    if near := sum(overlap.num_found for overlap in report.overlaps):
+        cases = format_count(near, "case nearly repeats", "cases nearly repeat")
+        lines.append(f"{options.cases}: {cases} a row to train on, so that the result is judged too well")
     if report.near_duplicates:
         rows = format_count(report.near_duplicates, "row nearly repeats", "rows nearly repeat")
         lines.append(f"{rows} another; held-out ones among them are easier than new requests")
@@ -178,13 +181,14 @@ def require_trainable(report: Report, options: RowOptions) -> None:
             f"{names}: no row has a call, so a model trained on them would learn never to call. Rows need the tools on "
             "offer and an assistant's tool_calls (docs/data.md). Calls in a column of another name: --columns OWN=NAME."
         )
-    if report.conversations < MIN_CONVERSATIONS and options.cases is None:
+    distinct = report.conversations - report.duplicates
+    if distinct < MIN_CONVERSATIONS and options.cases is None:
+        rows = format_count(distinct, "different usable row" if report.duplicates else "usable row")
         raise DataError(
-            f"{names}: {format_count(report.conversations, 'usable row')}, too few to hold some out and judge the "
-            f"result with them; {MIN_CONVERSATIONS} is the least, and some hundreds are usual. Add rows (`fctune data "
-            "generate` has a larger model write them), or pass --cases FILE with cases of their own."
+            f"{names}: {rows}, too few to hold some out and judge the result with them; {MIN_CONVERSATIONS} is the "
+            "least, and some hundreds are usual. Add rows (`fctune data generate` has a larger model write them), or "
+            "pass --cases FILE with cases of their own."
         )
-    require_unseen(sum(overlap.num_found for overlap in report.overlaps), options)
 
 
 def require_unseen(num_found: int, options: RowOptions) -> None:

@@ -223,7 +223,8 @@ def make_held_out_cases(config: DataConfig, prepared: PreparedSet) -> tuple[list
     """Make the cases that a run writes; returns them, and how many are left out because training rows ask the same.
 
     Raises:
-        DataError: Nothing with tools is held out, or a source cannot be read.
+        NothingHeldOutError: Nothing with tools is held out.
+        DataError: A source cannot be read.
     """
     cases = find_held_out_cases(config, prepared, _MAX_WRITTEN)
     if prepared.counts.rows > _MAX_COMPARED_ROWS:
@@ -248,6 +249,10 @@ def _to_row(case: Case) -> dict[str, Any]:
     return {"id": case.id, "kind": case.category, **case.prompt.to_openai(), "expected_calls": calls}
 
 
+class NothingHeldOutError(DataError):
+    """No held-out conversation can be made a case of."""
+
+
 def find_held_out_cases(config: DataConfig, prepared: PreparedSet, max_cases: int | None = None) -> list[Case]:
     """Make a case of each conversation with tools in the validation split.
 
@@ -255,7 +260,8 @@ def find_held_out_cases(config: DataConfig, prepared: PreparedSet, max_cases: in
     source gives an equal share, and is read no further than that.
 
     Raises:
-        DataError: Nothing with tools is held out, or a source cannot be read.
+        NothingHeldOutError: Nothing with tools is held out.
+        DataError: A source cannot be read.
     """
     quota = None if max_cases is None else math.ceil(max_cases / len(config.sources))
     cases = [
@@ -264,7 +270,7 @@ def find_held_out_cases(config: DataConfig, prepared: PreparedSet, max_cases: in
         for case in islice(filter(None, starmap(_make_case, rows)), quota)
     ][:max_cases]
     if not cases:
-        raise DataError(
+        raise NothingHeldOutError(
             "eval.cases=validation: no held-out conversation has tools and an answer. Specify a JSONL file of cases, "
             "hold out more with data.validation_share, or set eval.every=0."
         )

@@ -17,6 +17,14 @@ from fctune.base.files import write_atomically
 from fctune.tasks.judge import Row
 
 
+class ResultsError(ConfigError):
+    """Results that cannot be written, or that another run is writing."""
+
+
+class ResultsConflictError(ResultsError):
+    """Existing results of other settings, which only ``is_fresh`` replaces."""
+
+
 class ResultsFile:
     """``results.jsonl`` with its ``results.settings.json`` and ``results.summary.json``.
 
@@ -43,7 +51,8 @@ class ResultsFile:
             is_fresh: Discard existing results.
 
         Raises:
-            ConfigError: Existing results have other settings, another run is writing them, or they cannot be written.
+            ResultsConflictError: Existing results have other settings.
+            ResultsError: Another run is writing them, or they cannot be written.
             DataError: The existing files are not results.
         """
         try:
@@ -127,20 +136,20 @@ class ResultsFile:
             self._lock = lock
         except BlockingIOError:
             lock.close()
-            raise ConfigError(
+            raise ResultsError(
                 f"{self.path}: another run of this command is writing to it. Pass another --out."
             ) from None
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         existing = read_settings(self.path)
         if existing is None:
-            raise ConfigError(
+            raise ResultsConflictError(
                 f"{self.path}: contains results, but {self.settings_path.name}, which describes them, is missing. "
                 "Pass --fresh to replace them, or another --out."
             )
         if differences := _describe_changes(existing, json.loads(json.dumps(settings))):
             shown = "\n".join(f"  {line}" for line in differences)
-            raise ConfigError(
+            raise ResultsConflictError(
                 f"{self.path}: contains results of different settings\n{shown}\n"
                 "Pass --fresh to replace them, or another --out to keep both."
             )
@@ -154,8 +163,8 @@ class ResultsFile:
     def _write(self, path: Path, content: str | bytes) -> None:
         write_atomically(path, content.encode("utf-8", "replace") if isinstance(content, str) else content)
 
-    def _unwritable(self, error: OSError) -> ConfigError:
-        return ConfigError(f"--out {self.path}: cannot be written ({error.strerror}).")
+    def _unwritable(self, error: OSError) -> ResultsError:
+        return ResultsError(f"--out {self.path}: cannot be written ({error.strerror}).")
 
 
 def read_settings(path: str | Path) -> dict[str, Any] | None:

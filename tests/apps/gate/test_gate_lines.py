@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fctune.apps.gate.lines import Line, judge_lines
+from fctune.apps.gate.outcomes import make_lines
+from fctune.apps.gate.plan import Plan
 from fctune.apps.gate.report import GateReport
+from fctune.data.conversation import Conversation, Message
+from fctune.tasks.benchmarks import GateSample
 from fctune.tasks.evaluation.paired import (
     PairedOutcome,
     adjust_p_values,
@@ -18,6 +25,8 @@ from fctune.tasks.evaluation.paired import (
     find_smallest_fall,
     mcnemar_p,
 )
+from fctune.tasks.suite import Suite
+from fctune.tasks.task import Case
 
 
 def make_line(name: str, both: int, lost: int, won: int, neither: int = 0) -> Line:
@@ -108,3 +117,23 @@ def test_lines_that_were_not_run_are_neither_passed_nor_failed_in_junit() -> Non
     strict = GateReport("a", "b", tuple(lines[2:]), {}, {"require_safe": True})
     assert (strict.verdict, strict.is_blocked) == ("undecided", True)
     assert GateReport("a", "b", (), {"all": "none"}, {"require_safe": False}).verdict == "undecided"
+
+
+def test_reports_hold_ids_of_any_character(tmp_path: Path) -> None:
+    lines = judge_lines([make_line("odd \ud800 \ufffe \x00 <b>", 10, 90, 0)], 0.1)
+    report = GateReport("a", "b", tuple(lines), {"other": "\uffff"}, {"require_safe": False})
+    path = report.write(tmp_path)
+    assert json.loads(path.read_text(encoding="utf-8"))["lines"][0]["turned_wrong"][0] == "odd ? \ufffe \x00 <b>10"
+    failure = ElementTree.parse(tmp_path / "gate.xml").getroot().find("*/failure")
+    assert failure is not None
+    assert "odd ? ? ? <b>10" in str(failure.text)
+
+
+def test_a_benchmark_of_which_the_base_answers_nothing_is_not_run() -> None:
+    case = Case("1", "irrelevance", Conversation((Message("user", "Hello"),), ()), ())
+    suite, sample = Suite("irrelevance", (case,)), GateSample("irrelevance", "no call", ("irrelevance",), 1)
+    failed = {"irrelevance": {"1": {"id": "1", "verdict": "error", "error": "too long"}}}
+    lines, not_run, warnings = make_lines(Plan(samples=[(sample, suite)]), failed, failed)
+    assert not lines
+    assert not_run == {"irrelevance": "the base answered none of its cases"}
+    assert "1 case has no answer of a model, such as 1" in warnings[0]

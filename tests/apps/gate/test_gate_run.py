@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,9 +14,13 @@ import pytest
 from fctune.apps.gate import GateReport, run_gate
 from fctune.base.errors import ConfigError, DataError
 from fctune.cli import main
+from fctune.cli.gate import print_report
+from fctune.cli.tables import make_console
 from fctune.config.sections.gate import GateConfig
+from fctune.runs.release import mark_not_released, read_mark, remove_mark
 from tests.apps.gate.rule_server import Calls, serve_rule, write_cases
-from tests.tasks.benchmarks.when2call.when2call_rows import write_rows
+from tests.engines.fault_server import Handler, serve
+from tests.tasks.benchmarks.when2call.when2call_rows import ROWS, write_rows
 
 QUIET: dict[str, Any] = {"log": lambda line: None}
 
@@ -138,6 +143,30 @@ def test_a_benchmark_that_a_server_cannot_be_asked_is_not_run(
     assert not any(line.line.name.startswith("when2call") for line in report.lines)
 
 
+def fail_often(handler: Handler, number: int, body: dict[str, Any]) -> None:
+    """Refuse the requests whose question has an even length."""
+    if len(body["messages"][-1]["content"]) % 2:
+        handler.say("No tool does that.")
+    else:
+        handler.send(400, '{"error": {"message": "too long"}}')
+
+
+def test_cases_that_the_base_does_not_answer_hide_no_fall(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    config = GateConfig(benchmarks=[])
+    with serve(fail_often) as base, serve_rule(expected) as tuned:
+        report = run_gate(base.url, tuned.url, tmp_path / "a", cases=cases, config=config, **QUIET)
+    lines = {line.line.name: line.comparison for line in report.lines}
+    assert 0 < lines["abandoned"].n < 120
+    assert lines["abandoned"].turned_right == (), "a failed request is no abandoned answer of the base"
+    assert any("left out if the base did not answer" in warning for warning in report.warnings)
+    with serve_rule(expected) as base, serve(fail_often) as tuned:
+        report = run_gate(base.url, tuned.url, tmp_path / "b", cases=cases, config=config, **QUIET)
+    lines = {line.line.name: line.comparison for line in report.lines}
+    assert lines["abandoned"].turned_wrong, "to clients of the result, no answer is a wrong one"
+
+
 def test_a_held_out_set_in_the_training_rows_is_refused_by_name(
     cases: Path, expected: dict[str, Calls], tmp_path: Path
 ) -> None:
@@ -152,6 +181,41 @@ def test_a_held_out_set_in_the_training_rows_is_refused_by_name(
     ):
         run_gate(server.url, f"{server.url}/v1", tmp_path, cases=cases, rows=[str(trained)], config=config, **QUIET)
     assert not server.bodies, "nothing is asked before"
+
+
+def test_a_folder_of_other_results_is_an_error_and_no_reason_to_leave_a_benchmark_out(
+    tiny_base: Path, copy_model: Callable[[Path, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned, data, out = copy_model(tiny_base, "tuned"), tmp_path / "when2call.jsonl", tmp_path / "out"
+    words = ["gate", "--base", str(tiny_base), "--tuned", str(tuned), "--out", str(out), "--max-new-tokens", "4"]
+    words += ["--benchmarks", "when2call", "--when2call-data", str(data)]
+    write_rows(data)
+    assert main(words) == 0
+    write_rows(data, ROWS[1:])
+    assert main(words) == 2
+    assert "results of different settings" in capsys.readouterr().err
+
+
+def test_the_same_model_by_two_paths_is_refused(
+    tiny_base: Path, copy_model: Callable[[Path, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merged = copy_model(tiny_base, "run/export/merged")
+    words = ["--base", str(tmp_path / "run"), "--tuned", str(merged), "--out", str(tmp_path / "out")]
+    assert main(["gate", *words]) == 2
+    assert f"are both the model in {merged}" in capsys.readouterr().err
+
+
+def test_paths_with_brackets_are_printed_as_they_are(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "[/x] [red]"
+    report = gate(cases, out, expected, "right", "right", max_cases=3)
+    report = replace(report, tuned="runs/[/b]", not_run={"one": "no data in [/b]"})
+    print_report(make_console(), report, out)
+    printed = capsys.readouterr().out
+    assert "runs/[/b] against" in printed
+    assert "not run: one (no data in [/b])" in printed
+    assert f"page: {out}/gate.html" in printed
 
 
 @pytest.mark.parametrize(
@@ -228,3 +292,31 @@ def test_the_command_blocks_in_process_and_marks_until_a_later_gate_passes(
     assert (out / "gate.html").read_text().count("undecided") >= len(report["lines"])
     assert main(words) == 0
     assert not (tuned / "not_released").exists()
+
+
+def test_a_gate_without_the_line_that_stopped_a_model_does_not_release_it(
+    tiny_base: Path, copy_model: Callable[[Path, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, cases, out = tmp_path / "run", tmp_path / "cases.jsonl", tmp_path / "out"
+    merged = copy_model(tiny_base, "run/export/merged")
+    write_cases(cases, 3)
+    mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse"}], tmp_path / "gate.json")
+    words = ["gate", "--base", str(tiny_base), "--tuned", str(merged), "--cases", str(cases), "--out", str(out)]
+    assert main([*words, "--benchmarks", "none", "--max-new-tokens", "4"]) == 1
+    assert "instructions: worse in an earlier gate of this result, and not run in this one" in capsys.readouterr().out
+    suite = ElementTree.parse(out / "gate.xml").getroot()
+    assert int(suite.attrib["tests"]) == len(suite)
+    assert [case.attrib["name"] for case in suite if case.find("failure") is not None] == ["text"]
+    assert main(["serve", str(run), "--print"]) == 2
+    assert "instructions (worse)" in capsys.readouterr().err
+
+
+def test_models_in_a_folder_named_export_do_not_share_a_mark(tmp_path: Path) -> None:
+    first, second = tmp_path / "export" / "first", tmp_path / "export" / "second"
+    for model in (first, second):
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+    mark_not_released(first, [{"name": "calls", "title": "calls", "verdict": "worse"}], tmp_path / "gate.json")
+    assert read_mark(second) is None
+    assert not remove_mark(second)
+    assert remove_mark(first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from fctune.apps.tune.choices import (
 from fctune.apps.tune.machine import Machine, find_machine
 from fctune.base.errors import ConfigError
 from fctune.base.gpus import GIB, GPUS
-from fctune.config.schema import RunConfig
+from fctune.config.schema import DEFAULT_BATCH_SIZE, RunConfig
 from fctune.config.sections.data import SourceConfig
 from fctune.models.planned_model import find_architecture
 from fctune.models.run_config import load_run_config
@@ -140,3 +141,29 @@ def test_every_shipped_lora_config_is_a_candidate() -> None:
 def test_more_gpus_than_there_are_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--gpus 64: there (is|are) .* here"):
         find_machine(64)
+
+
+@pytest.mark.parametrize(
+    ("key", "default"),
+    [("data.validation_share", 0.02), ("data.seq_len", 4096), ("epochs", 3), ("global_batch_size", DEFAULT_BATCH_SIZE)],
+)
+def test_a_key_that_the_user_unsets_has_its_default(key: str, default: float) -> None:
+    for word in (f"~{key}", f"{key}=null"):
+        config, _ = choose("fctune/assets/tiny_base", CPU, RowFacts(1_000, 300_000, 500), word)
+        assert attrgetter(key)(config) == default
+
+
+def test_tokens_of_a_step_take_the_place_of_its_packs() -> None:
+    for more in ([], ["~global_batch_size"]):
+        config, reasons = choose(
+            "hf:Qwen/Qwen3-8B", H100, RowFacts(1_000, 300_000, 500), "global_batch_tokens=8192", *more
+        )
+        assert config.global_batch_tokens == 8192
+        assert "global_batch_size" not in reasons
+
+
+def test_rows_without_tools_do_not_count_as_rows_that_only_call() -> None:
+    config, _ = choose("hf:Qwen/Qwen3-8B", H100, RowFacts(1_000, 300_000, 500, no_calls=50, no_tools=900))
+    assert config.data.augment is None
+    _, reasons = choose("hf:Qwen/Qwen3-8B", H100, RowFacts(1_000, 300_000, 500, no_calls=5, no_tools=900))
+    assert reasons["data.augment.take_away"].startswith("5 of 100 rows with tools call none")
