@@ -295,24 +295,26 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("kolibri1", "Kolibri 1"),
     Entry("flint", "Flint"),
     Entry("muse_spark", "Muse Spark"),
+    Entry("beam", "Beam 1.0"),
+    Entry("diffllama", "DiffLlama"),
+    Entry("flex_olmo", "FlexOlmo"),
+    Entry(
+        "gpt_bigcode",
+        "StarCoder",
+        {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 2048},
+        deep={"n_layer": 12},
+    ),
+    Entry("gpt_neox", "GPT-NeoX-20B, Pythia"),
+    Entry(
+        "granitemoeshared",
+        "Granite MoE with shared experts",
+        {**_GRANITE, "shared_intermediate_size": 48},
+        real={"shared_intermediate_size": 1024},
+    ),
+    Entry("modernbert-decoder", "Ettin, ModernBERT decoders"),
+    Entry("persimmon", "Persimmon 8B"),
+    Entry("vaultgemma", "VaultGemma"),
 )
-
-
-# Architectures that pass the check of packed rows, but of which no row was made yet, and their models.
-NOT_COMPARED: dict[str, str] = {
-    "beam": "Beam 1.0",
-    "bitnet": "BitNet b1.58",
-    "diffllama": "DiffLlama",
-    "flex_olmo": "FlexOlmo",
-    "gpt_bigcode": "StarCoder",
-    "gpt_neox": "GPT-NeoX-20B, Pythia",
-    "granitemoeshared": "Granite MoE with shared experts",
-    "jetmoe": "JetMoE",
-    "modernbert-decoder": "Ettin, ModernBERT decoders",
-    "persimmon": "Persimmon 8B",
-    "recurrent_gemma": "RecurrentGemma",
-    "vaultgemma": "VaultGemma",
-}
 
 # Call formats that the models of an architecture write, by their chat templates or by the parsers that servers have for
 # them; ``NO_CALL_FORMAT`` has the others.
@@ -366,9 +368,9 @@ NO_CALL_FORMAT: dict[str, str] = {
     **dict.fromkeys(
         (
             *("gemma", "gemma2", "gemma3", "nemotron", "olmo", "olmo2", "olmoe", "deepseek_v2", "ernie4_5"),
-            *("stablelm", "starcoder2", "nanochat", "bamba", "aria_text", "bitnet", "diffllama", "flex_olmo"),
-            *("gpt_bigcode", "gpt_neox", "granitemoeshared", "helium", "jetmoe", "modernbert-decoder", "persimmon"),
-            *("phi", "qwen2_moe", "recurrent_gemma", "vaultgemma"),
+            *("stablelm", "starcoder2", "nanochat", "bamba", "aria_text", "diffllama", "flex_olmo"),
+            *("gpt_bigcode", "gpt_neox", "granitemoeshared", "helium", "modernbert-decoder", "persimmon"),
+            *("phi", "qwen2_moe", "vaultgemma"),
         ),
         _NO_TOOLS,
     ),

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Attributes with the number of a block that it computes with: Beam's residuals are scaled by them.
+COMPUTED_NUMBERS = frozenset({"attn_residual_add_idx", "mlp_residual_add_idx"})
 # Attributes that number blocks which are otherwise alike. Under any other name, a number makes a block a kind of its
 # own, which costs time and changes no count.
-_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
+_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"}) | COMPUTED_NUMBERS
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, FunctionType)
 
 

@@ -143,9 +143,9 @@ def test_a_block_that_is_compiled_too_often_fails_the_run(
 
 
 # Families whose blocks differ in kind; the others are compiled in slow tests.
-_QUICK = ("gemma3_text", "qwen3_moe", "granitemoehybrid")
+_QUICK = ("beam", "gemma3_text", "qwen3_moe", "granitemoehybrid")
 _THOROUGH = ("qwen3", "smollm3", "qwen3_5_text", "nemotron_h")
-_FAMILIES = dict.fromkeys([*FAMILIES, *MODEL_TYPES, *HYBRIDS, "ministral3"])
+_FAMILIES = dict.fromkeys([*FAMILIES, *MODEL_TYPES, *HYBRIDS, "ministral3", "beam"])
 _DEPTH = 20
 
 
@@ -154,7 +154,7 @@ def make_deep_config(model_type: str) -> dict[str, Any]:
     raw: dict[str, Any]
     if model_type in HYBRIDS:
         raw = hybrid_samples.make_config(model_type).to_dict()
-    elif model_type in MODEL_TYPES:
+    elif model_type in (*MODEL_TYPES, "beam"):
         raw = expert_samples.make_config(model_type).to_dict()
     else:
         lists = {name: value for name, value in FAMILIES.get(model_type, {}).items() if isinstance(value, list)}

@@ -20,7 +20,7 @@ from fctune.base.errors import ConfigError
 from fctune.data.loader import ROW_MULTIPLE
 from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel, DocumentBounds
-from fctune.models.block_kinds import describe_block, repeats_skipped
+from fctune.models.block_kinds import COMPUTED_NUMBERS, describe_block, repeats_skipped
 from fctune.models.causal_lm import CausalLM, ExpertWeight, Linear, Router
 from fctune.models.forward_override import override_forward_
 from fctune.models.precision import PrecisionPolicy
@@ -145,6 +145,9 @@ class TransformersCausalLM(CausalLM):
         multiple = ROW_MULTIPLE if precision.has_float8_matmuls else 1
         self.state_layers = separate_conversations_(self.blocks, self.token_keys, multiple)
         for block in self.blocks:
+            for name in COMPUTED_NUMBERS & vars(block).keys():
+                # One graph of a compiled block serves all floats, but only one integer.
+                setattr(block, name, float(getattr(block, name)))
             override_forward_(block, run_block)
             block.register_forward_pre_hook(self._pass_bounds, with_kwargs=True)
 

@@ -36,6 +36,12 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     "has two attentions and two feed-forward parts in each layer, which fctune does not divide": ("longcat_flash",),
     "gives other logits here than in transformers alone, by its lightning attention": ("minimax",),
     "trains to other losses here than in transformers alone if all weights train": ("minicpm3",),
+    "rounds its weights to three values in each pass (BitNet), which fctune does not do": ("bitnet",),
+    "computes its experts, which are also in attention, with code of its own: they take no adapters, and their graphs "
+    "are compiled anew for each batch": ("jetmoe",),
+    "computes its recurrence token by token, in time that grows with the square of a conversation's length": (
+        "recurrent_gemma",
+    ),
     "writes tokens ahead for another model and has no use of its own": (
         *("gemma4_assistant", "gemma4_unified_assistant"),
     ),
