@@ -347,6 +347,17 @@ def test_the_report_counts_what_changed(tmp_path: Path) -> None:
     assert convert_source(str(tmp_path / "hermes.jsonl"), tmp_path / "out.jsonl").changes["calls_from_text"] == 2
 
 
+def test_a_report_holds_half_a_surrogate_pair_of_a_column_name(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    rows = [{"messages": messages, "\ud800": 1}, {"messages": messages, "\ud800": "Some words."}]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    command = ["data", "convert", str(source), str(tmp_path / "out.jsonl"), "--json", str(tmp_path / "report.json")]
+    assert main(command) == 0
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert (report["columns"], report["skipped"][0]["pointer"]) == ({"?": 1}, "\\ud800")
+
+
 def test_results_in_another_order_keep_their_calls(tmp_path: Path) -> None:
     calls = [{"name": name, "arguments": "{}"} for name in NAMES]
     messages = [
