@@ -300,7 +300,8 @@ def test_a_converted_row_is_the_same_conversation_and_converts_to_itself(
 
 def check_is_openai(row: dict[str, Any]) -> None:
     """Check a row against OpenAI's description of fine-tuning rows: ids, arguments as text, wrapped tools."""
-    assert set(row) <= {"messages", "tools", "parallel_tool_calls", "chat_template_kwargs"}
+    assert set(row) <= {"messages", "tools", "parallel_tool_calls", "chat_template_kwargs", "metadata"}
+    assert set(row.get("metadata", {})) <= {"run"}
     open_ids: set[str] = set()
     for message in row["messages"]:
         if message["role"] == "tool":
