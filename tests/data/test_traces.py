@@ -260,8 +260,24 @@ def test_observations_of_actions_that_are_no_calls_are_turns_of_the_user(tmp_pat
     assert row.notes["observation_as_user"] == 2
 
 
-def reply(uuid: str, parent: str, text: str, **keys: Any) -> Row:
-    return event(uuid, parent, assistant(text_block(text)), **keys)
+def reply(uuid: str, parent: str, text: str, message_id: str | None = None, **keys: Any) -> Row:
+    identity = {} if message_id is None else {"id": message_id}
+    return event(uuid, parent, assistant(text_block(text), **identity), **keys)
+
+
+def parallel_calls(session: str, first: str, second: str, parent: str | None = None) -> list[Row]:
+    """Two calls at once with their results, each an event of its own; ids of calls and messages are of their turn."""
+    a, b = assistant(use("c1", first), id="m" if parent is None else parent), assistant(use("c2", second))
+    b["id"] = a["id"]
+    keys = {"sessionId": session}
+    return [
+        event(f"{first}-a", parent, user(f"{first}?"), **keys),
+        event(f"{first}-b", f"{first}-a", a, **keys),
+        event(f"{first}-c", f"{first}-b", b, **keys),
+        event(f"{first}-d", f"{first}-b", user([result("c1", f"in {first}")]), **keys),
+        event(f"{first}-e", f"{first}-c", user([result("c2", f"in {second}")]), **keys),
+        reply(f"{first}-end", f"{first}-e", "A.", **keys),
+    ]
 
 
 SUMMARY = "The user asked about Oslo."
@@ -326,6 +342,49 @@ PATHS: dict[str, tuple[list[Row], list[list[str | None]]]] = {
         ],
         [["A?", "A."]],
     ),
+    "two sessions of a file may use the same ids of calls and messages": (
+        [*parallel_calls("s", "Oslo", "Rome"), *parallel_calls("t", "Kyiv", "Bonn")],
+        [["Oslo?", None, "in Oslo", "in Rome", "A."], ["Kyiv?", None, "in Kyiv", "in Bonn", "A."]],
+    ),
+    "later turns may use the ids of earlier calls": (
+        [*parallel_calls("s", "Oslo", "Rome"), *parallel_calls("s", "Kyiv", "Bonn", "Oslo-end")],
+        [["Oslo?", None, "in Oslo", "in Rome", "A.", "Kyiv?", None, "in Kyiv", "in Bonn", "A."]],
+    ),
+    "a call without a result gets none of another session": (
+        [
+            *parallel_calls("s", "Oslo", "Rome"),
+            event("a", None, user("A?"), sessionId="t"),
+            event("b", "a", assistant(use("c1"), id="m1"), sessionId="t"),
+            event("c", "b", user("[Request interrupted]"), sessionId="t"),
+            reply("d", "c", "A.", sessionId="t"),
+        ],
+        [["Oslo?", None, "in Oslo", "in Rome", "A."], ["A?", None, "[Request interrupted]", "A."]],
+    ),
+    "a copy of a session in the same file adds nothing to its messages": (
+        [
+            event("a", None, user("A?"), sessionId="s"),
+            reply("b", "a", "A.", sessionId="s", message_id="m1"),
+            event("a", None, user("A?"), sessionId="t"),
+            reply("b", "a", "A.", sessionId="t", message_id="m1"),
+            event("c", "b", user("C?"), sessionId="t"),
+            reply("d", "c", "C.", sessionId="t", message_id="m2"),
+        ],
+        [["A?", "A.", "C?", "C."]],
+    ),
+    "messages with an empty id are apart": (
+        [
+            event("a", None, user("A?")),
+            event("b", "a", assistant(text_block("A."), id="")),
+            event("c", "b", user("C?")),
+            event("d", "c", assistant(text_block("C."), id="")),
+        ],
+        [["A?", "A.", "C?", "C."]],
+    ),
+    "an id that is no text is none": (
+        [event("a", None, user("A?")), event("b", "a", assistant(text_block("A."), id=["m"]))],
+        [["A?", "A."]],
+    ),
+    "events in a circle are read": ([event("a", "b", user("A?")), reply("b", "a", "A.")], [["A?", "A."]]),
     "events that hang on a message are no branches": (
         [
             event("a", None, user("A?")),
