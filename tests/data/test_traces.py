@@ -48,6 +48,7 @@ from tests.trace_rows import (
     EXPECTED,
     FAILED,
     FUNCTION,
+    ROLLOUT,
     SESSION,
     SHAPES,
     SWE,
@@ -668,6 +669,17 @@ def test_records_of_the_same_answer_with_other_reasoning_stay_apart(tmp_path: Pa
         ["Be kind."],
         [None, None],
     ]
+
+
+@pytest.mark.parametrize("rest", [[], [said("user", "Thanks."), said("assistant", "You're welcome.")]])
+def test_what_follows_the_last_answer_keeps_no_record(rest: list[Row], tmp_path: Path) -> None:
+    interrupted = [*ROLLOUT, said("user", "[Request interrupted]")]
+    write(tmp_path / "a.jsonl", interrupted)
+    write(tmp_path / "b.jsonl", [*interrupted, said("user", "And Rome?"), *rest])
+    (row,) = read(str(tmp_path))
+    assert isinstance(row, ParsedRow)
+    assert texts(row)[-1] == ("You're welcome." if rest else "[Request interrupted]\nAnd Rome?")
+    assert count_left_out(str(tmp_path))["folded_record"] == 1
 
 
 def test_turns_that_only_an_earlier_record_trains_are_not_folded_away(tmp_path: Path) -> None:

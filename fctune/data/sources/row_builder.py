@@ -152,7 +152,7 @@ NOTE_KINDS: dict[str, str] = {
 
 LEFT_OUT_KINDS: dict[str, str] = {
     "answer_failed": "rows whose answer failed, was cut off or rejected, or whose run did not solve its task",
-    "folded_record": "records whose messages are the beginning of another record's, which holds them too",
+    "folded_record": "records whose messages, up to their last answer, are the beginning of another record's",
     "not_selected": "rows that do not meet the conditions (where)",
     "session_event": "events of sessions that are no messages",
     "sidechain_step": "steps of subagents in the list of another agent's steps",
