@@ -433,6 +433,10 @@ def meta(session: str) -> Row:
     return {"type": "session_meta", "payload": {"id": session}}
 
 
+def taken_back(count: Any) -> Row:
+    return {"type": "event_msg", "payload": {"type": "thread_rolled_back", "num_turns": count}}
+
+
 ROLLOUTS: dict[str, tuple[list[Row], list[list[str | None]]]] = {
     "a compaction keeps a history": (
         [
@@ -470,6 +474,19 @@ ROLLOUTS: dict[str, tuple[list[Row], list[list[str | None]]]] = {
         ],
         [["A?", "A."], ["P?", "P."]],
     ),
+    "turns that the user took back are left out": (
+        [
+            meta("s"),
+            said("user", "<environment_context>x</environment_context>"),
+            said("user", "A?"),
+            said("assistant", "A."),
+            *(said(role, text) for text in ("B", "C") for role in ("user", "assistant")),
+            taken_back(2),
+            said("user", "D?"),
+            said("assistant", "D."),
+        ],
+        [["<environment_context>x</environment_context>\nA?", "A.", "D?", "D."]],
+    ),
 }
 
 
@@ -477,6 +494,29 @@ ROLLOUTS: dict[str, tuple[list[Row], list[list[str | None]]]] = {
 def test_each_part_of_a_rollout_is_a_conversation(claim: str, tmp_path: Path) -> None:
     lines, expected = ROLLOUTS[claim]
     assert list(map(texts, read(write(tmp_path / "rollout.jsonl", lines)))) == expected
+
+
+def test_items_that_the_user_took_back_are_counted(tmp_path: Path) -> None:
+    lines = [meta("s"), said("user", "A?"), said("assistant", "A."), taken_back(1), said("user", "B?")]
+    path = write(tmp_path / "rollout.jsonl", [*lines, said("assistant", "B.")])
+    assert [texts(row) for row in read(path)] == [["B?", "B."]]
+    assert count_left_out(path) == {"session_event": 1, "taken_back_item": 2}
+
+
+@pytest.mark.parametrize("count", [2, -1, None, "1"])
+def test_a_rollout_of_which_unknown_turns_were_taken_back_is_a_defect(count: Any, tmp_path: Path) -> None:
+    lines = [meta("s"), said("user", "A?"), said("assistant", "A."), taken_back(count)]
+    (defect,) = read(write(tmp_path / "rollout.jsonl", lines))
+    assert isinstance(defect, Defect)
+    assert (defect.line, defect.kind) == (4, "history_missing")
+
+
+@pytest.mark.parametrize("base", [5, ["a", 5], {"text": {"a": "b c"}}])
+def test_instructions_of_a_rollout_must_be_text(base: Any, tmp_path: Path) -> None:
+    start = {"type": "session_meta", "payload": {"id": "s", "base_instructions": base}}
+    (defect,) = read(write(tmp_path / "rollout.jsonl", [start, *ROLLOUT[1:]]))
+    assert isinstance(defect, Defect)
+    assert defect.kind == "content_not_text"
 
 
 def test_a_call_with_free_text_has_it_as_an_argument(tmp_path: Path) -> None:
