@@ -208,6 +208,13 @@ def test_what_cannot_be_learned_from_is_a_defect_with_its_place(claim: str, tmp_
     assert (defect.kind, defect.pointer) == (kind, pointer)
 
 
+@pytest.mark.parametrize("reason", ["STOP", "TOOL_CALLS", "COMPLETE", "function_call"])
+def test_reasons_of_an_end_are_read_as_each_provider_writes_them(reason: str, tmp_path: Path) -> None:
+    answer = [{**span()["gen_ai.output.messages"][0], "finish_reason": reason}]
+    attributes = span(**{"gen_ai.response.finish_reasons": [reason], "gen_ai.output.messages": answer})
+    assert len(read(write(tmp_path / "trace.jsonl", [otlp(attributes)]))) == 1
+
+
 def test_spans_that_are_no_answers_are_counted_and_a_file_of_such_spans_alone_is_refused(tmp_path: Path) -> None:
     tool_span = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "get_weather"}
     agent_span = span() | {"gen_ai.operation.name": "invoke_agent"}
