@@ -250,17 +250,17 @@ DEFECTS: dict[str, tuple[list[Any], str, str]] = {
     "messages in OpenLLMetry's attributes": (
         [otlp({"gen_ai.system": "x", "llm.request.type": "chat", "gen_ai.prompt.0.content": "Hi"})],
         "message_shape",
-        "",
+        "attributes.gen_ai.prompt.0.content",
     ),
     "messages in OpenInference's attributes": (
         [otlp({"openinference.span.kind": "LLM", "llm.input_messages.0.message.content": "Hi"})],
         "message_shape",
-        "",
+        "attributes.llm.input_messages.0.message.content",
     ),
     "messages in events of an earlier version": (
         [otlp_logs({"event.name": "gen_ai.user.message", "gen_ai.system": "x"})],
         "message_shape",
-        "",
+        "attributes",
     ),
     "spans under a key of an earlier version": (
         [{"resourceSpans": [{"instrumentationLibrarySpans": otlp(span())["resourceSpans"][0]["scopeSpans"]}]}],

@@ -126,6 +126,7 @@ NOTE_KINDS: dict[str, str] = {
     "null_key_dropped": "null keys of tools and calls, removed",
     "number_respelled": "numbers whose value is kept but not their spelling (1e5, 1.50)",
     "observation_as_user": "observations of actions that are no calls, read as the user's turns",
+    "prefilled_answer": "answers whose beginning the request gave, joined with it",
     "python_literal": "calls, results and tools of a prompt written as Python literals, read as JSON values",
     "quoted_arguments": "Glaive arguments in single quotes, read as the JSON between the quotes",
     "reasoning_hidden": "reasoning that a log holds only encrypted or not at all, left out",
@@ -298,6 +299,15 @@ class RowBuilder:
                 self.messages[i - 1] = replace(before, content=f"{before.content}\n{message.content}")
                 del self.messages[i], self.pointers[i]
                 self.notes["text_parts_joined"] += 1
+
+    def join_prefilled(self, index: int) -> None:
+        """Join an answer, which is message ``index``, with the beginning of it that its request ends with."""
+        if 0 < index < len(self.messages):
+            before, answer = self.messages[index - 1 : index + 1]
+            if before.role == answer.role == "assistant" and not before.calls:
+                self.messages[index - 1] = replace(answer, content=f"{before.content or ''}{answer.content or ''}")
+                del self.messages[index], self.pointers[index - 1]
+                self.notes["prefilled_answer"] += 1
 
     def take_reasoning(self, text: str, pointer: str, given: str | None = None) -> tuple[str, str | None]:
         """Split the text of an assistant's turn into its content and its reasoning; the content may be empty."""

@@ -74,7 +74,8 @@ def _expand(rows: Iterator[FileRow]) -> Iterator[LogRow]:
             other = span.pop(_OTHER, None)
             if other is not None and not any(attributes.get(key) for key in (_INPUT, _OUTPUT)):
                 reason = f"messages in {other}, which is not read; record them in {_INPUT} and {_OUTPUT}"
-                yield line, RowError("", "message_shape", reason)
+                place = f"attributes.{other}" if other in attributes else "attributes"
+                yield line, RowError(place, "message_shape", reason)
             elif attributes.get("gen_ai.operation.name") not in _CALLS or not _is_model_call(attributes):
                 yield line, LeftOut("span_left_out")
             elif not any(attributes.get(key) for key in (_INPUT, _OUTPUT)):
