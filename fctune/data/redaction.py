@@ -200,7 +200,7 @@ _LOWER = _LETTERS + _DIGITS
 _PREFIX = re.compile(
     r"https://hooks\.slack\.com/services/|AccountKey=|A3T[A-Z0-9]|ABIA|ACCA|AKIA|ASIA|AIza|ya29\.|eyJ|SG\.|GR1348941|dapi"
     r"|AC(?=[a-z0-9]{32}$)|SK(?=[a-z0-9]{32}$)|sk-(?:ant-[a-z0-9]+-|proj-|svcacct-|admin-|or-v1-)?|github_pat_|dop_v1_"
-    r"|[rs]k_(?:live|test)_|pypi-|xapp-\d-|xox[a-z]-|(?:gh[opusr]|hf|npm|gsk|shpat|whsec)_|(?:gl[a-z]+|xai|sq0csp|GOCSPX)-"
+    r"|lsv2_(?:pt|sk)_|hvs\.|(?:lin_api|ntn|r8)_|(?:pplx|tvly)-|ATATT3|[rs]k_(?:live|test)_|pypi-|xapp-\d-|xox[a-z]-|(?:gh[opusr]|hf|npm|gsk|shpat|whsec)_|(?:gl[a-z]+|xai|sq0csp|GOCSPX)-"
 )
 
 
