@@ -96,6 +96,11 @@ class Redactor:
         redacted, num_turns = self._apply(conversation, table)
         return redacted, Redaction(self.scanner.locate(conversation, found), table, num_turns)
 
+    def redact_text(self, text: str) -> str:
+        """Return a text with placeholders."""
+        found = self.scanner.find_in_text(text)
+        return _make_replacer(self._make_table(found))(text) if found else text
+
     def _apply(self, conversation: Conversation, table: dict[str, tuple[str, str]]) -> tuple[Conversation, int]:
         change = _make_replacer(table)
         messages, num_turns = [], 0
@@ -192,6 +197,10 @@ class SecretScreen:
         if self.redactor is not None:
             return self.redactor.redact(row)
         return row, Redaction(self.scanner.locate(row), {})
+
+    def screen_text(self, text: str) -> str:
+        """Return a text that is written with rows, such as the path of their source, as it is to be used."""
+        return text if self.redactor is None else self.redactor.redact_text(text)
 
 
 _LETTERS, _DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"

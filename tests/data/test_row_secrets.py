@@ -620,6 +620,24 @@ def test_augmented_rows_and_cases_hold_placeholders(planted: tuple[Path, list[st
     assert not any("redacted" in json.dumps(case.row["messages"][-1]).lower() for case in made.cases)
 
 
+def test_augmented_rows_and_what_is_skipped_quote_no_part_of_a_secret(tmp_path: Path) -> None:
+    secret = MAKERS["github_token"][0](5)
+    key, role, switch = make_row({}, 1), make_row({}, 2), make_row({}, 3)
+    key["messages"][1][f"note {secret}"] = "Some words."
+    role["messages"][1]["role"] = "x" * 40 + f" {secret}"
+    switch["enable_thinking"] = "x" * 40 + f" {secret}"
+    folder = tmp_path / "jane.doe@corp.org"
+    folder.mkdir()
+    path, out = write_rows(folder / "rows.jsonl", [make_row({}, 0), key, role, switch]), tmp_path / "out.jsonl"
+    redact = RedactConfig(kinds=["secrets", "emails"])
+    report = augment_source(str(path), out, AugmentConfig(paraphrase=1.0), redact=redact)
+    assert (report.num_skipped, report.changed) == (3, 1)
+    shown = "\n".join(report.describe("in", "out"))
+    assert secret[:10] not in shown
+    (row,) = read_rows(out)
+    assert re.search(r"user-\w{8}@example\.com/rows\.jsonl:1$", row["metadata"]["augmented"]["from"])
+
+
 def test_held_out_cases_hold_placeholders(planted: tuple[Path, list[str]], tmp_path: Path) -> None:
     path, secrets = planted
     config = make_config(path, validation_share=0.4, secrets="redact")
