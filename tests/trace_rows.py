@@ -262,6 +262,11 @@ DEFECTS: dict[str, tuple[list[Any], str, str]] = {
         "message_shape",
         "attributes",
     ),
+    "an attribute whose key is no string": (
+        [otlp(span(**{"gen_ai.tool.definitions": {1: "x"}}), is_text=False)],
+        "message_shape",
+        "resourceSpans",
+    ),
     "spans under a key of an earlier version": (
         [{"resourceSpans": [{"instrumentationLibrarySpans": otlp(span())["resourceSpans"][0]["scopeSpans"]}]}],
         "unread_text",

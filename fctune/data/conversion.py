@@ -380,7 +380,8 @@ def _list_arguments(messages: Any) -> list[Any]:
 def _count_moved_reasoning(raw: dict[str, Any], messages: tuple[Message, ...]) -> int:
     texts = [message.reasoning for message in messages if message.reasoning is not None]
     turns = raw.get("messages")
-    kept = (
-        {turn.get("reasoning_content") for turn in turns if isinstance(turn, dict)} if isinstance(turns, list) else ()
+    listed = (
+        [turn.get("reasoning_content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
     )
+    kept = {text for text in listed if isinstance(text, str)}
     return sum(text not in kept for text in texts)

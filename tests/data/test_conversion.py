@@ -402,6 +402,15 @@ def test_weights_reasoning_and_switches_are_kept(tmp_path: Path) -> None:
     assert converted["parallel_tool_calls"] is False
 
 
+def test_reasoning_in_parts_is_moved(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "Hello.", "reasoning_content": ["Greet", "back."]}
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, answer]}), encoding="utf-8")
+    report = convert_source(str(source), tmp_path / "out.jsonl")
+    assert report.changes["reasoning_moved"] == 1
+    assert read(tmp_path / "out.jsonl")[0].messages[1].reasoning == "Greet\nback."
+
+
 def test_a_switch_of_a_row_is_moved_and_not_counted_as_dropped(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "enable_thinking": False, "topic": "any"}))

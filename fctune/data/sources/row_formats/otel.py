@@ -106,7 +106,10 @@ def _iter_spans(resources: Any, scopes: str, spans: str) -> Iterator[dict[str, A
 
 
 def _read_attributes(attributes: Any) -> dict[str, Any]:
-    return {item["key"]: _read_value(item["value"]) for item in attributes or []}
+    read = {item["key"]: _read_value(item["value"]) for item in attributes or []}
+    if not all(isinstance(key, str) for key in read):
+        raise TypeError("a key that is no string")
+    return read
 
 
 def _read_value(value: dict[str, Any]) -> Any:
