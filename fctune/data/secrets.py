@@ -433,12 +433,15 @@ class SecretScanner:
         for (kind, _), texts in secrets.items():
             forms = dict.fromkeys(form for text in texts for form in list_forms(text))
             patterns.append((re.compile("|".join(to_pattern(form, kind) for form in forms)), kind, texts[0]))
-        return [
-            Finding(pointer, kind, secret)
-            for pointer, _, text in _walk(row)
-            for pattern, kind, secret in patterns
-            if pattern.search(text)
-        ]
+        patterns.sort(key=lambda pattern: -len(pattern[2]))  # one may be a part of another
+        findings = []
+        for pointer, _, text in _walk(row):
+            for pattern, kind, secret in patterns:
+                left = pattern.sub(" ", text)
+                if left != text:
+                    findings.append(Finding(pointer, kind, secret))
+                    text = left
+        return findings
 
     def hide(self, defect: Defect, row: Any) -> Defect:
         """Return a defect whose reason holds no secret of its row, given as it was read."""
@@ -473,20 +476,26 @@ class SecretScanner:
         return chosen
 
     def _search(self, text: str, name: str, rules: Sequence[_Rule], found: dict[str, str]) -> None:
+        spans: list[tuple[int, int]] = []  # of secrets in this text; elsewhere a part of one is a secret of its own
         for rule in rules:
             for pattern in rule.patterns:
                 for match in pattern.finditer(text):
                     secret = match[1] if pattern.groups else match[0]
                     secret = secret.rstrip(".!?") if rule.kind == "named_secret" else secret
-                    self._add(secret, rule, found)
-        if name and self.has_secrets and _is_named_secret(text) and _load_name().fullmatch(name):
-            self._add(text, self._named, found)
+                    start = match.start(1 if pattern.groups else 0)
+                    end = start + len(secret)
+                    is_part = any(first <= start and end <= last for first, last in spans)
+                    if not is_part and _is_secret(secret, rule):
+                        found.setdefault(secret, rule.kind)
+                        spans.append((start, end))
+        is_named = name and self.has_secrets and _is_named_secret(text) and _load_name().fullmatch(name) is not None
+        if is_named and (0, len(text)) not in spans and _is_secret(text, self._named):
+            found.setdefault(text, self._named.kind)
 
-    @staticmethod
-    def _add(secret: str, rule: _Rule, found: dict[str, str]) -> None:
-        is_part = any(len(secret) >= _MIN_NAMED and secret in known for known in found)
-        if not is_part and rule.accepts(secret) and (rule.kind in PERSONAL_KINDS or not _is_example(secret)):
-            found[secret] = rule.kind
+
+def _is_secret(text: str, rule: _Rule) -> bool:
+    """Return True for a match of a rule that is no example."""
+    return rule.accepts(text) and (rule.kind in PERSONAL_KINDS or not _is_example(text))
 
 
 def shows(text: str, found: dict[str, str]) -> bool:

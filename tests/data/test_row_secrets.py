@@ -334,6 +334,21 @@ def test_secrets_of_commands_headers_and_environments_are_found(text: str) -> No
     assert secret not in redacted.conversation.to_json()
 
 
+def test_a_part_of_a_secret_is_one_where_it_stands_alone() -> None:
+    token = draw(40)
+    texts = {
+        "system": f"Authorization: Bearer {token}",
+        "user": f"GET /login?password={VALUE}&next=/home",
+        "reasoning": f"curl -H 'Authorization: Bearer {token[:25]}' was cut",
+        "result": f"password: {VALUE}",
+    }
+    redacted, redaction = Redactor(RedactConfig()).redact(parse(make_row(texts)))
+    written = redacted.conversation.to_json()
+    assert VALUE not in written
+    assert token[:25] not in written
+    assert len(redaction.findings) == 4
+
+
 HONEST = [
     str(uuid.UUID(int=random.Random(1).getrandbits(128))),
     hashlib.sha256(b"file").hexdigest(),
