@@ -76,6 +76,8 @@ class Redactor:
         they are to be supervised.
         """
         found = self.scanner.find(row.conversation)
+        for _, _, text in walk_value(row.provenance, "", ""):
+            self.scanner.search(text, "", found)
         if not found:
             return row, NOTHING
         findings, table = self.scanner.locate(row, found), self._make_table(found)
@@ -84,7 +86,7 @@ class Redactor:
         metadata = row.raw.get("metadata")
         metadata = dict(metadata) if isinstance(metadata, dict) else {}
         metadata |= _map_strings(row.provenance, _make_replacer(table))
-        metadata["redacted"] = redaction.make_mark(conversation, row.redacted)
+        metadata["redacted"] = redaction.make_mark(conversation, metadata.get("redacted"))
         return replace(row, conversation=conversation, raw={**row.raw, "metadata": metadata}), redaction
 
     def redact_conversation(self, conversation: Conversation) -> tuple[Conversation, Redaction]:

@@ -67,7 +67,8 @@ _SHOWN_PIECE = 6  # characters of a secret that no message shows
 _NO_SECRETS = "PUBLIC|CACHE|PARTITION|PRIMARY|SORT|IDEMPOTENCY|PAGE|NEXT|CONTINUATION|SYNC|SKIP"
 
 # Behind an escape of JSON or of a URL, a secret may follow a letter.
-_START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"
+_START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=\\u[0-9A-Fa-f]{4})|(?<=%[0-9A-Fa-f]{2}))"
+_ESCAPE = r"(?:\\(?:[nrt]|u[0-9A-Fa-f]{4})|%[0-9A-Fa-f]{2})"
 _END = r"(?![A-Za-z0-9])"
 
 
@@ -138,7 +139,8 @@ def _load_rules() -> tuple[_Rule, ...]:
     # Quotes may be escaped, as in a result that holds JSON, or JSON within JSON.
     quote = r"(?:\\{0,7}[\"'`])?"
     value = r"([^\s\"'`,;\\<>{}()\[\]]+)"
-    named = rf"(?:{names})(?<!pwd(?==[/~])){quote}\s{{0,3}}(?::=|=>|[:=]|\bis\b)\s{{0,3}}{quote}{value}"
+    named = rf"(?:{names})(?<!pwd(?==[/~])){quote}\s{{0,3}}(?::=|=>|[:=]|%3[ADad]|\bis\b)\s{{0,3}}{quote}{value}"
+    variable = rf"(?![A-Z0-9_]*(?:{_NO_SECRETS})_)(?:[A-Z][A-Z0-9]*_)+(?:KEY|PASS|SECRET|TOKEN)\s?=\s?{quote}{value}"
     return (
         _Rule(
             "private_key",
@@ -263,8 +265,9 @@ def _load_rules() -> tuple[_Rule, ...]:
             ("key", "pass", "pwd", "secret", "contrase", "token"),
             (
                 re.compile(rf"(?<![A-Za-z]){named}", re.IGNORECASE),
+                re.compile(_ESCAPE + named, re.IGNORECASE),
                 re.compile(
-                    rf"(?<!\S)--(?:[a-z]+-)*(?:{names}|token)\s+{quote}(?=[^\s\"']*[A-Za-z])([^\s\"'`;|&<>]+)",
+                    rf"--(?<!\S--)(?:[a-z]+-)*(?:{names}|token)\s+{quote}(?=[^\s\"']*[A-Za-z])([^\s\"'`;|&<>]+)",
                     re.IGNORECASE,
                 ),
             ),
@@ -273,14 +276,11 @@ def _load_rules() -> tuple[_Rule, ...]:
         ),
         _Rule(
             "named_secret",
-            ("_key", "_pass", "_secret", "_token"),
+            ("_KEY", "_PASS", "_SECRET", "_TOKEN"),
             (
-                re.compile(
-                    rf"(?<![A-Za-z0-9_])(?![A-Z0-9_]*(?:{_NO_SECRETS})_)(?:[A-Z][A-Z0-9]*_)+(?:KEY|PASS|SECRET|TOKEN)"
-                    rf"\s?=\s?{quote}{value}"
-                ),
+                re.compile(rf"(?<![A-Za-z0-9_]){variable}"),
+                re.compile(_ESCAPE + variable),
             ),
-            is_lower=True,
             accepts=lambda text: _is_random(text) and _is_named_secret(text),
         ),
     )

@@ -25,6 +25,7 @@ from fctune.config.schema import RunConfig
 from fctune.config.sections.data import AugmentConfig, DataConfig, RedactConfig, SourceConfig
 from fctune.data.augment.augmented_file import augment_source
 from fctune.data.check import check_sources
+from fctune.data.conversion import convert_source
 from fctune.data.data_size import find_prepared
 from fctune.data.prepared_set import describe_counts, prepare
 from fctune.data.redaction import Redactor
@@ -321,17 +322,30 @@ NAMED = [
     f"redis://:{VALUE}@host:6379",
     f"https://discord.com/api/webhooks/123456789012345678/{draw(68)}",
     json.dumps(json.dumps({"X-Api-Key": draw(32)})),
+    f"https://host/login?next=%2Fa%3Fpassword%3D{VALUE}",
+    json.dumps(f"user: me\npassword: {VALUE}"),
+    json.dumps(f"A=1\nDEPLOY_TOKEN={draw(30)}"),
+    json.dumps(f"Łódź {'gh'}p_{draw(36)}").replace(" ", "\\u2003"),
 ]
 
 
 @pytest.mark.parametrize("text", NAMED, ids=range(len(NAMED)))
 def test_secrets_of_commands_headers_and_environments_are_found(text: str) -> None:
-    secret = next(
-        part for part in re.findall(r"[A-Za-z0-9]{11,}", text) if part in (VALUE, *map(draw, (30, 32, 40, 68)))
-    )
+    known = (VALUE, "gh" + "p_" + draw(36), *map(draw, (30, 32, 40, 68)))
+    secret = next(value for value in known if value in text)
     assert list(SecretScanner().find_in_text(text)) == [secret]
     redacted, _ = Redactor(RedactConfig()).redact(parse(make_row({"result": text})))
     assert secret not in redacted.conversation.to_json()
+
+
+def test_the_path_of_an_augmented_row_holds_placeholders(tmp_path: Path) -> None:
+    row = make_row({})
+    mark = {"kinds": ["ask"], "digest": "0" * 16, "from": "/home/jane/rows.jsonl:1", "seed": 0}
+    row["metadata"] = {"augmented": mark}
+    out = tmp_path / "out.jsonl"
+    convert_source(str(write_rows(tmp_path / "rows.jsonl", [row])), out, redact=RedactConfig(kinds=["paths"]))
+    (written,) = read_rows(out)
+    assert re.fullmatch(r"/home/user-\w{8}/rows\.jsonl:1", written["metadata"]["augmented"]["from"])
 
 
 def test_a_part_of_a_secret_is_one_where_it_stands_alone() -> None:
