@@ -382,6 +382,19 @@ def test_ids_that_are_added_differ_from_the_rows_own(tmp_path: Path) -> None:
     assert [converted["messages"][i]["tool_calls"][0]["id"] for i in (1, 5)] == ["call_2", "call_1"]
 
 
+def test_empty_ids_are_none(tmp_path: Path) -> None:
+    row = write_openai([("a", [(NAMES[0], {"x": 1}), (NAMES[0], {"x": 2})], "b")])
+    for message in row["messages"]:
+        for call in message.get("tool_calls") or ():
+            call["id"] = ""
+        if message["role"] == "tool":
+            message["tool_call_id"] = ""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (converted,) = check_conversion(str(tmp_path / "rows.jsonl"), tmp_path)
+    assert [call["id"] for call in converted["messages"][1]["tool_calls"]] == ["call_1", "call_2"]
+    assert [message["tool_call_id"] for message in converted["messages"][2:4]] == ["call_1", "call_2"]
+
+
 def test_weights_reasoning_and_switches_are_kept(tmp_path: Path) -> None:
     thinking = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes", "weight": 0}
     row = {

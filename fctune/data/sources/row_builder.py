@@ -274,7 +274,7 @@ class RowBuilder:
         is_error: bool = False,
     ) -> None:
         """Add a result of a call that has none yet, matched by id, else by name, else to the oldest call."""
-        content = read_result_content(content, pointer, self.notes)
+        content, call_id = read_result_content(content, pointer, self.notes), call_id or None
         self._require_no_reasoning("tool")
         index = find_answered(self.pending, call_id, name)
         if index is None:
@@ -410,7 +410,7 @@ class RowBuilder:
             self.note_unread(value, {*_CALL_KEYS, key}, pointer)
         arguments = self.read_arguments(value[key], f"{pointer}.{key}", name)
         self.call_pointers.append(CallPointer(pointer, f"{pointer}.{key}"))
-        return Call(name, arguments, call_id)
+        return Call(name, arguments, call_id or None)  # some servers write an empty id
 
     def read_arguments(self, value: Any, pointer: str, name: str) -> dict[str, Any]:
         """Read the arguments of a call to the tool ``name``."""
