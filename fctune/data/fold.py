@@ -19,6 +19,7 @@ from itertools import compress
 import numpy as np
 import xxhash
 
+from fctune.data.call_ids import write_names_into_ids
 from fctune.data.conversation import Conversation
 from fctune.data.sources.row_builder import ParsedRow
 
@@ -161,7 +162,10 @@ class _Hashes:
 def _iter_hashes(conversation: Conversation, *, has_reasoning: bool, has_weights: bool) -> Iterator[int]:
     """Yield a hash of the conversation's beginning up to each message."""
     value = _hash(_COMPACT.encode(conversation.template_args), 0)
-    for message in conversation.messages:
+    # A call that is asked for twice has two ids, and a client may add the names of results.
+    for message in write_names_into_ids(conversation.messages):
+        if message.role == "tool" and message.name is not None:
+            message = replace(message, name=None)
         if message.reasoning and not has_reasoning:
             message = replace(message, reasoning=None)
         if message.calls and message.content == "":  # responses have null where clients send an empty text

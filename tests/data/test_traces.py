@@ -705,6 +705,22 @@ def test_reasoning_that_clients_do_not_send_back_is_read_from_the_records_that_h
         assert (report.converted, report.notes["reasoning_from_records"]) == (1, 1)
 
 
+def test_records_that_differ_in_the_ids_of_calls_alone_are_one_conversation(tmp_path: Path) -> None:
+    asked, records = [user("Weather in Oslo?")], []
+    for number in range(2):
+        (call,) = CALLING["tool_calls"]
+        called = {**CALLING, "tool_calls": [{**call, "id": f"call_{number}"}]}
+        result = {"role": "tool", "tool_call_id": f"call_{number}", "content": "3 degrees"}
+        named = {**result, "name": "get_weather"} if number else result
+        records += [exchange(asked, called), exchange([*asked, called, named], TRAJECTORY[4])]
+    path = write(tmp_path / "rows.jsonl", records)
+    assert len(read(path)) == 1
+    assert count_left_out(path) == {"folded_record": 3}
+    source = SourceConfig(path=path)
+    rows = [row for row in parse_source(path, fold="never") if isinstance(row, ParsedRow)]
+    assert len({find_split(row, source) for row in rows}) == 1
+
+
 def test_records_of_the_same_answer_with_other_reasoning_stay_apart(tmp_path: Path) -> None:
     asked, last = [user("Hi")], {"role": "assistant", "content": "Bye."}
     hello = {"role": "assistant", "content": "Hello."}
