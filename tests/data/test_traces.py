@@ -594,6 +594,16 @@ def test_a_file_may_hold_a_line_as_a_document_or_a_compressed_stream_of_them(tmp
         read(str(tmp_path / "d.zst"))
 
 
+def test_files_that_describe_sessions_are_no_rows(tmp_path: Path) -> None:
+    project = tmp_path / "projects" / "-home-me-work"
+    (project / "s" / "subagents").mkdir(parents=True)
+    write(project / "s.jsonl", SESSION)
+    write(project / "sessions-index.json", [{"version": 1, "entries": [], "originalPath": "/home/me/work"}])
+    write(project / "s" / "subagents" / "agent-a.jsonl", [event("p", None, user("P?")), reply("q", "p", "P.")])
+    write(project / "s" / "subagents" / "agent-a.meta.json", [{"agentType": "Explore"}])
+    assert sorted(texts(row)[0] or "" for row in read(str(project.parent))) == ["P?", "Weather in Oslo?"]
+
+
 def test_a_directory_of_many_small_files_in_folders_is_read_by_name(tmp_path: Path) -> None:
     for i in range(30):
         folder = tmp_path / f"project-{i % 3}"

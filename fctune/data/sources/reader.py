@@ -292,11 +292,11 @@ def list_files(path: str) -> list[str]:
         if files:  # else a file of another program
             return [os.path.join(path, file) for file in files]
     if os.path.isdir(path):
-        listed = (name for name in os.listdir(path) if name.endswith(DATA_SUFFIXES))
+        listed = filter(_may_hold_rows, os.listdir(path))
         names = [name for name in listed if not os.path.isdir(os.path.join(path, name))]
         if not names:
             found = (os.path.join(folder, name) for folder, _, listed in os.walk(path) for name in listed)
-            names = [os.path.relpath(file, path) for file in found if file.endswith(DATA_SUFFIXES)]
+            names = [os.path.relpath(file, path) for file in found if _may_hold_rows(file)]
         if not names:
             raise DataError(f"{path}: no data files in this directory. Expected {', '.join(DATA_SUFFIXES)}.")
         return [os.path.join(path, name) for name in sorted(names)]
@@ -306,6 +306,12 @@ def list_files(path: str) -> list[str]:
             "hf:NAME[:config][:split]."
         )
     return [path]
+
+
+def _may_hold_rows(file: str) -> bool:
+    """Return True for the name of a data file, other than those in which Claude Code describes its sessions."""
+    is_description = file.endswith(".meta.json") or os.path.basename(file) == "sessions-index.json"
+    return file.endswith(DATA_SUFFIXES) and not is_description
 
 
 def _read_saved_json(path: str, name: str, key: str) -> list[str]:
