@@ -153,6 +153,13 @@ def gemini_response() -> Row:
     }
 
 
+def gemini_arguments() -> Row:
+    """The arguments of the SDK's method, which has most of a request in its config."""
+    request = snake_case(gemini_request())
+    config = {"response_mime_type": "text/plain", **{key: request[key] for key in ("system_instruction", "tools")}}
+    return {"model": "gemini-3-pro", "contents": request["contents"], "config": config}
+
+
 def snake_case(value: Any) -> Any:
     """Return a value with the keys of Gemini's Python SDK, which leaves none out."""
     if isinstance(value, list):
@@ -366,6 +373,7 @@ SHAPES: dict[str, Row] = {
     "gemini: a log": {**gemini_request(), "response": gemini_response()},
     "gemini: request and response": {"request": gemini_request(), "response": gemini_response()},
     "gemini: in the SDK's spelling": snake_case({**gemini_request(), "response": gemini_response()}),
+    "gemini: the arguments of the SDK's method": {"request": gemini_arguments(), "response": gemini_response()},
     "gemini: contents alone": {
         **gemini_request(),
         "contents": [*gemini_request()["contents"], gemini_response()["candidates"][0]["content"]],
@@ -450,6 +458,20 @@ DEFECTS: list[tuple[str, str, Any, str, str]] = [
     ("anthropic: a log", "tools", ..., "call_without_tools", "messages[1]"),
     ("responses: input and output", "tools", ..., "call_without_tools", "input[4]"),
     ("gemini: a log", "tools", [], "call_without_tools", "contents[1]"),
+    (
+        "gemini: the arguments of the SDK's method",
+        "request.config.cached_content",
+        "cachedContents/a",
+        "history_missing",
+        "request.config.cached_content",
+    ),
+    (
+        "gemini: the arguments of the SDK's method",
+        "request.tools",
+        GEMINI_TOOLS,
+        "message_shape",
+        "request.config.tools",
+    ),
     ("langchain: messages", "tools", ..., "call_without_tools", "messages[2]"),
     ("log: LiteLLM", "model_parameters", {}, "call_without_tools", "messages[2]"),
     ("log: Langfuse", "input.tools", ..., "call_without_tools", "input.messages[2]"),

@@ -64,7 +64,7 @@ def _iter_fixtures() -> Iterable[tuple[str, str, list[Any]]]:
 
 # The format of a broken trace, by the first key of its defect's place.
 _FORMATS_BY_POINTER = {
-    **dict.fromkeys(("attributes", "status"), "otel"),
+    **dict.fromkeys(("attributes", "status", "document", "resourceSpans"), "otel"),
     "steps": "atif",
     **dict.fromkeys(("events", "parentUuid"), "claude_code"),
     "items": "codex",

@@ -210,6 +210,9 @@ CUT_OFF = [{"role": "assistant", "parts": [text_part("It")], "finish_reason": "l
 BLOB = [{"role": "user", "parts": [{"type": "blob", "modality": "image", "content": "aaaa"}]}]
 SERVER_CALL = [{"role": "assistant", "parts": [{"type": "server_tool_call", "name": "search", "server_tool_call": {}}]}]
 TWO = [{"role": "assistant", "parts": [text_part(text)]} for text in "ab"]
+LATE_RESULT = span()["gen_ai.input.messages"]
+LATE_RESULT[2]["parts"].insert(0, text_part("Here it is."))
+LATE_RESULT[2]["role"] = "user"
 RESULT = {"results": [{"source_call_id": "c9", "content": "3"}]}
 CITY_CALL = atif()["steps"][2]["tool_calls"][0]
 DELEGATED = {"results": [{"source_call_id": "c1", "subagent_trajectory_ref": [{"trajectory_path": "sub.json"}]}]}
@@ -243,6 +246,36 @@ DEFECTS: dict[str, tuple[list[Any], str, str]] = {
         [atif(steps=[step(1, "user", "?"), step(2, "agent", "ls", observation=RESULT)])],
         "result_without_call",
         "steps[1].observation.results[0].content",
+    ),
+    "messages in OpenLLMetry's attributes": (
+        [otlp({"gen_ai.system": "x", "llm.request.type": "chat", "gen_ai.prompt.0.content": "Hi"})],
+        "message_shape",
+        "attributes.gen_ai.prompt.0.content",
+    ),
+    "messages in OpenInference's attributes": (
+        [otlp({"openinference.span.kind": "LLM", "llm.input_messages.0.message.content": "Hi"})],
+        "message_shape",
+        "attributes.llm.input_messages.0.message.content",
+    ),
+    "messages in events of an earlier version": (
+        [otlp_logs({"event.name": "gen_ai.user.message", "gen_ai.system": "x"})],
+        "message_shape",
+        "attributes",
+    ),
+    "an attribute whose key is no string": (
+        [otlp(span(**{"gen_ai.tool.definitions": {1: "x"}}), is_text=False)],
+        "message_shape",
+        "resourceSpans",
+    ),
+    "spans under a key of an earlier version": (
+        [{"resourceSpans": [{"instrumentationLibrarySpans": otlp(span())["resourceSpans"][0]["scopeSpans"]}]}],
+        "unread_text",
+        "document.instrumentationLibrarySpans",
+    ),
+    "a result after text of its message": (
+        [otlp(span(**{"gen_ai.input.messages": LATE_RESULT}))],
+        "result_without_call",
+        "attributes.gen_ai.input.messages[2].parts[1]",
     ),
     "a trace without tools": (
         [otlp(span(**{"gen_ai.tool.definitions": None}))],

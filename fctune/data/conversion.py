@@ -24,7 +24,7 @@ from fctune.config.sections.data import Fold, RedactConfig
 from fctune.data.call_ids import find_answered
 from fctune.data.check.similarity import SimilarityIndex, WordHasher
 from fctune.data.check.warnings import iter_warnings
-from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.conversation import Call, Conversation, Message, Tool, to_encodable
 from fctune.data.fold import with_run
 from fctune.data.redaction import SecretScreen
 from fctune.data.secrets import Finding, SecretCounts, warn
@@ -341,7 +341,7 @@ def _find_dropped_columns(parsed: ParsedRow) -> list[str]:
     read |= parsed.conversation.template_args.keys()
     if parsed.provenance and parsed.raw["metadata"].keys() == parsed.provenance.keys():
         read.add("metadata")
-    return [name for name in parsed.raw if name not in read]
+    return [str(to_encodable(name)) for name in parsed.raw if name not in read]
 
 
 def count_changes(parsed: ParsedRow, converted: dict[str, Any]) -> Counter[str]:
@@ -380,7 +380,8 @@ def _list_arguments(messages: Any) -> list[Any]:
 def _count_moved_reasoning(raw: dict[str, Any], messages: tuple[Message, ...]) -> int:
     texts = [message.reasoning for message in messages if message.reasoning is not None]
     turns = raw.get("messages")
-    kept = (
-        {turn.get("reasoning_content") for turn in turns if isinstance(turn, dict)} if isinstance(turns, list) else ()
+    listed = (
+        [turn.get("reasoning_content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
     )
+    kept = {text for text in listed if isinstance(text, str)}
     return sum(text not in kept for text in texts)

@@ -1,4 +1,4 @@
-"""Records of logs whose messages are the beginning of a later record's.
+"""Records of logs whose messages, up to their last answer, are the beginning of a later record's.
 
 An agent's run of n model calls is logged as n records, each with all messages before it. Trained as they are, early
 turns count n times, and one conversation is on both sides of a split.
@@ -19,6 +19,7 @@ from itertools import compress
 import numpy as np
 import xxhash
 
+from fctune.data.call_ids import write_names_into_ids
 from fctune.data.conversation import Conversation
 from fctune.data.sources.row_builder import ParsedRow
 
@@ -69,14 +70,19 @@ class FoldIndex:
         # A turn that is context in one record is trained in the other, so that neither replaces the other.
         bare = list(_iter_hashes(conversation, has_reasoning=False, has_weights=True))
         exact = list(_iter_hashes(conversation, has_reasoning=True, has_weights=True))
-        answers = [message.role == "assistant" for message in conversation.messages[:-1]]  # a record ends with one
+        # What follows the last answer, as in a session that was interrupted, is not trained.
+        answers = [message.role == "assistant" for message in conversation.messages]
+        while len(answers) > 1 and not answers[-1]:
+            del answers[-1], bare[-1], exact[-1]
+        last = conversation.messages[len(answers) - 1]
+        answers[-1] = False
         for hashes, values, key in (
             (self._exact, exact, tools),
             (self._records, bare, tools),
             (self._messages, bare, 0),
         ):
             hashes.add(values[-1] ^ key or 1, [value ^ key for value in compress(values, answers)])
-        if reasoning := conversation.messages[-1].reasoning:
+        if reasoning := last.reasoning:
             self._add_reasoning(bare[-1] ^ tools or 1, zlib.compress(reasoning.encode("utf-8", "surrogatepass"), 1))
 
     def _add_reasoning(self, beginning: int, reasoning: bytes) -> None:
@@ -84,7 +90,7 @@ class FoldIndex:
             self._ambiguous.add(beginning)
 
     def find_folded(self) -> Mask:
-        """Return a mask ``[records]`` of those whose messages and tools begin, or equal, those of another kept one."""
+        """Return a mask ``[records]`` of those that begin, or equal, another kept one, up to their last answer."""
         ambiguous = np.fromiter(self._ambiguous, np.uint64, len(self._ambiguous))
         is_ambiguous = np.isin(self._records.get_records(), ambiguous)
         folded: Mask = self._exact.find_repeated() | (self._records.find_repeated() & ~is_ambiguous)
@@ -156,7 +162,10 @@ class _Hashes:
 def _iter_hashes(conversation: Conversation, *, has_reasoning: bool, has_weights: bool) -> Iterator[int]:
     """Yield a hash of the conversation's beginning up to each message."""
     value = _hash(_COMPACT.encode(conversation.template_args), 0)
-    for message in conversation.messages:
+    # A call that is asked for twice has two ids, and a client may add the names of results.
+    for message in write_names_into_ids(conversation.messages):
+        if message.role == "tool" and message.name is not None:
+            message = replace(message, name=None)
         if message.reasoning and not has_reasoning:
             message = replace(message, reasoning=None)
         if message.calls and message.content == "":  # responses have null where clients send an empty text

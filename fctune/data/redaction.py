@@ -76,6 +76,8 @@ class Redactor:
         they are to be supervised.
         """
         found = self.scanner.find(row.conversation)
+        for _, _, text in walk_value(row.provenance, "", ""):
+            self.scanner.search(text, "", found)
         if not found:
             return row, NOTHING
         findings, table = self.scanner.locate(row, found), self._make_table(found)
@@ -84,7 +86,7 @@ class Redactor:
         metadata = row.raw.get("metadata")
         metadata = dict(metadata) if isinstance(metadata, dict) else {}
         metadata |= _map_strings(row.provenance, _make_replacer(table))
-        metadata["redacted"] = redaction.make_mark(conversation, row.redacted)
+        metadata["redacted"] = redaction.make_mark(conversation, metadata.get("redacted"))
         return replace(row, conversation=conversation, raw={**row.raw, "metadata": metadata}), redaction
 
     def redact_conversation(self, conversation: Conversation) -> tuple[Conversation, Redaction]:
@@ -95,6 +97,11 @@ class Redactor:
         table = self._make_table(found)
         redacted, num_turns = self._apply(conversation, table)
         return redacted, Redaction(self.scanner.locate(conversation, found), table, num_turns)
+
+    def redact_text(self, text: str) -> str:
+        """Return a text with placeholders."""
+        found = self.scanner.find_in_text(text)
+        return _make_replacer(self._make_table(found))(text) if found else text
 
     def _apply(self, conversation: Conversation, table: dict[str, tuple[str, str]]) -> tuple[Conversation, int]:
         change = _make_replacer(table)
@@ -193,6 +200,10 @@ class SecretScreen:
             return self.redactor.redact(row)
         return row, Redaction(self.scanner.locate(row), {})
 
+    def screen_text(self, text: str) -> str:
+        """Return a text that is written with rows, such as the path of their source, as it is to be used."""
+        return text if self.redactor is None else self.redactor.redact_text(text)
+
 
 _LETTERS, _DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"
 _LOWER = _LETTERS + _DIGITS
@@ -200,7 +211,7 @@ _LOWER = _LETTERS + _DIGITS
 _PREFIX = re.compile(
     r"https://hooks\.slack\.com/services/|AccountKey=|A3T[A-Z0-9]|ABIA|ACCA|AKIA|ASIA|AIza|ya29\.|eyJ|SG\.|GR1348941|dapi"
     r"|AC(?=[a-z0-9]{32}$)|SK(?=[a-z0-9]{32}$)|sk-(?:ant-[a-z0-9]+-|proj-|svcacct-|admin-|or-v1-)?|github_pat_|dop_v1_"
-    r"|[rs]k_(?:live|test)_|pypi-|xapp-\d-|xox[a-z]-|(?:gh[opusr]|hf|npm|gsk|shpat|whsec)_|(?:gl[a-z]+|xai|sq0csp|GOCSPX)-"
+    r"|lsv2_(?:pt|sk)_|hvs\.|(?:lin_api|ntn|r8)_|(?:pplx|tvly)-|ATATT3|[rs]k_(?:live|test)_|pypi-|xapp-\d-|xox[a-z]-|(?:gh[opusr]|hf|npm|gsk|shpat|whsec)_|(?:gl[a-z]+|xai|sq0csp|GOCSPX)-"
 )
 
 

@@ -63,8 +63,12 @@ _MIN_NAMED = 8  # characters of a value that its name calls a secret; shorter on
 _MAX_CACHED_TOOLS = 10_000
 _SHOWN_PIECE = 6  # characters of a secret that no message shows
 
+# Words before "key" and "token" in the names of values that are no secrets.
+_NO_SECRETS = "PUBLIC|CACHE|PARTITION|PRIMARY|SORT|IDEMPOTENCY|PAGE|NEXT|CONTINUATION|SYNC|SKIP"
+
 # Behind an escape of JSON or of a URL, a secret may follow a letter.
-_START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"
+_START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=\\u[0-9A-Fa-f]{4})|(?<=%[0-9A-Fa-f]{2}))"
+_ESCAPE = r"(?:\\(?:[nrt]|u[0-9A-Fa-f]{4})|%[0-9A-Fa-f]{2})"
 _END = r"(?![A-Za-z0-9])"
 
 
@@ -131,11 +135,12 @@ def _load_rules() -> tuple[_Rule, ...]:
             re.compile(f"{_START}{_group(pattern.pattern)}{rest}", pattern.flags) for pattern in plugin.denylist
         ) + ((re.compile(_START + more, flags),) if more else ())
 
-    names = "|".join([*keyword.DENYLIST, r"(?:access|auth|bearer|refresh|session|id|api|bot)_?token"])
-    # Quotes may be escaped, as in a result that holds JSON.
-    named = (
-        rf"(?:{names})(?:\\?[\"'])?\s{{0,3}}(?::=|=>|[:=]|\bis\b)\s{{0,3}}(?:\\?[\"'`])?([^\s\"'`,;\\<>{{}}()\[\]]+)"
-    )
+    names = _join_names(keyword.DENYLIST)
+    # Quotes may be escaped, as in a result that holds JSON, or JSON within JSON.
+    quote = r"(?:\\{0,7}[\"'`])?"
+    value = r"([^\s\"'`,;\\<>{}()\[\]]+)"
+    named = rf"(?:{names})(?<!pwd(?==[/~])){quote}\s{{0,3}}(?::=|=>|[:=]|%3[ADad]|\bis\b)\s{{0,3}}{quote}{value}"
+    variable = rf"(?![A-Z0-9_]*(?:{_NO_SECRETS})_)(?:[A-Z][A-Z0-9]*_)+(?:KEY|PASS|SECRET|TOKEN)\s?=\s?{quote}{value}"
     return (
         _Rule(
             "private_key",
@@ -156,13 +161,30 @@ def _load_rules() -> tuple[_Rule, ...]:
         ),
         _Rule("aws_access_key", ("aws",), (aws.AWSKeyDetector.denylist[1],), is_lower=True),
         _Rule("azure_storage_key", ("AccountKey=",), take(azure_storage_key.AzureStorageKeyDetector, ends=True)),
-        _Rule("basic_auth", ("://",), tuple(basic_auth.BasicAuthDetector.denylist), accepts=_is_url_password),
+        _Rule(
+            "basic_auth",
+            ("://",),
+            (*basic_auth.BasicAuthDetector.denylist, re.compile(r"://:([^:/@\s\"']+)@")),
+            accepts=_is_url_password,
+        ),
         _Rule(
             "cloud_token",
-            ("dapi", "dop_v1_", "shpat_"),
-            (re.compile(rf"{_START}(?:dapi[0-9a-f]{{32}}|dop_v1_[0-9a-f]{{64}}|shpat_[0-9a-fA-F]{{32}}){_END}"),),
+            ("dapi", "dop_v1_", "shpat_", "hvs.", "lin_api_", "ntn_", "ATATT3"),
+            (
+                re.compile(rf"{_START}(?:dapi[0-9a-f]{{32}}|dop_v1_[0-9a-f]{{64}}|shpat_[0-9a-fA-F]{{32}}){_END}"),
+                re.compile(rf"{_START}(?:lin_api_[A-Za-z0-9]{{40}}|ntn_[A-Za-z0-9]{{40,60}}){_END}"),
+                re.compile(rf"{_START}(?:hvs\.[A-Za-z0-9_-]{{24,}}|ATATT3[A-Za-z0-9_=-]{{60,}})"),
+            ),
         ),
-        _Rule("discord_token", ("discord", "bot "), take(discord.DiscordBotTokenDetector, ends=True), is_lower=True),
+        _Rule(
+            "discord_token",
+            ("discord", "bot "),
+            (
+                *take(discord.DiscordBotTokenDetector, ends=True),
+                re.compile(r"discord(?:app)?\.com/api/webhooks/\d+/([A-Za-z0-9_-]{60,})"),
+            ),
+            is_lower=True,
+        ),
         _Rule(
             "github_token",
             ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
@@ -201,8 +223,12 @@ def _load_rules() -> tuple[_Rule, ...]:
         _Rule("mailchimp_key", ("-us",), take(mailchimp.MailchimpDetector, ends=True)),
         _Rule(
             "model_api_key",
-            ("sk-", "gsk_", "xai-"),
-            take(openai.OpenAIDetector, r"(?:sk-[A-Za-z0-9_-]{20,}|gsk_[A-Za-z0-9]{40,}|xai-[A-Za-z0-9]{40,})"),
+            ("sk-", "gsk_", "xai-", "pplx-", "r8_", "tvly-", "lsv2_"),
+            take(
+                openai.OpenAIDetector,
+                r"(?:sk-[A-Za-z0-9_-]{20,}|gsk_[A-Za-z0-9]{40,}|xai-[A-Za-z0-9]{40,}|pplx-[A-Za-z0-9]{40,}"
+                r"|r8_[A-Za-z0-9]{37}|tvly-[A-Za-z0-9-]{20,}|lsv2_(?:pt|sk)_[0-9a-f]{32}_[0-9a-f]{10})",
+            ),
             accepts=_is_random,
         ),
         _Rule("package_token", ("npm_", "pypi-"), take(pypi_token.PypiTokenDetector, r"npm_[A-Za-z0-9]{36}")),
@@ -223,17 +249,39 @@ def _load_rules() -> tuple[_Rule, ...]:
         _Rule("twilio_key", ("AC", "SK"), take(twilio.TwilioKeyDetector, ends=True), accepts=_is_random),
         _Rule(
             "authorization",
-            ("bearer ", "basic "),
-            (re.compile(r"\b(?:bearer|basic)\s+([A-Za-z0-9._~+/-]{20,}=*)", re.IGNORECASE),),
+            ("bearer ", "basic ", "authorization"),
+            (
+                re.compile(r"\b(?:bearer|basic)\s+([A-Za-z0-9._~+/-]{20,}=*)", re.IGNORECASE),
+                re.compile(
+                    rf"\bauthorization{quote}\s*[:=]\s*{quote}(?:token|api-?key|key)\s+([A-Za-z0-9._~+/-]{{20,}}=*)",
+                    re.IGNORECASE,
+                ),
+            ),
             is_lower=True,
             accepts=_is_random,
         ),
         _Rule(
             "named_secret",
             ("key", "pass", "pwd", "secret", "contrase", "token"),
-            (re.compile(rf"(?<![A-Za-z]){named}", re.IGNORECASE),),
+            (
+                re.compile(rf"(?<![A-Za-z]){named}", re.IGNORECASE),
+                re.compile(_ESCAPE + named, re.IGNORECASE),
+                re.compile(
+                    rf"--(?<!\S--)(?:[a-z]+-)*(?:{names}|token)\s+{quote}(?=[^\s\"']*[A-Za-z])([^\s\"'`;|&<>]+)",
+                    re.IGNORECASE,
+                ),
+            ),
             is_lower=True,
             accepts=_is_named_secret,
+        ),
+        _Rule(
+            "named_secret",
+            ("_KEY", "_PASS", "_SECRET", "_TOKEN"),
+            (
+                re.compile(rf"(?<![A-Za-z0-9_]){variable}"),
+                re.compile(_ESCAPE + variable),
+            ),
+            accepts=lambda text: _is_random(text) and _is_named_secret(text),
         ),
     )
 
@@ -248,8 +296,14 @@ def _load_name() -> re.Pattern[str]:
     """Return the pattern of names of arguments and settings whose values are secrets."""
     from detect_secrets.plugins import keyword
 
-    names = "|".join([*keyword.DENYLIST, r"(?:access|auth|bearer|refresh|session|id|api|bot)_?token", "token"])
-    return re.compile(rf"(?:[\w.]*[_.-])?(?:{names})", re.IGNORECASE)
+    names = _join_names(keyword.DENYLIST)
+    return re.compile(rf"(?!.*(?:{_NO_SECRETS})[_-]?(?:key|token)$)(?:[\w.-]*[_.-])?(?:{names}|token)", re.IGNORECASE)
+
+
+def _join_names(names: Iterable[str]) -> str:
+    """Return a pattern of the names that detect-secrets knows, and some more; their words may be joined by hyphens."""
+    more = (r"(?:access|auth|bearer|refresh|session|id|api|bot)_?token", "(?:secret_?)?access_?key", "secret_?key")
+    return "|".join([*names, *more, "passphrase"]).replace("_?", "[_-]?")
 
 
 _PERSONAL: dict[str, _Rule] = {
@@ -379,12 +433,15 @@ class SecretScanner:
         for (kind, _), texts in secrets.items():
             forms = dict.fromkeys(form for text in texts for form in list_forms(text))
             patterns.append((re.compile("|".join(to_pattern(form, kind) for form in forms)), kind, texts[0]))
-        return [
-            Finding(pointer, kind, secret)
-            for pointer, _, text in _walk(row)
-            for pattern, kind, secret in patterns
-            if pattern.search(text)
-        ]
+        patterns.sort(key=lambda pattern: -len(pattern[2]))  # one may be a part of another
+        findings = []
+        for pointer, _, text in _walk(row):
+            for pattern, kind, secret in patterns:
+                left = pattern.sub(" ", text)
+                if left != text:
+                    findings.append(Finding(pointer, kind, secret))
+                    text = left
+        return findings
 
     def hide(self, defect: Defect, row: Any) -> Defect:
         """Return a defect whose reason holds no secret of its row, given as it was read."""
@@ -419,20 +476,26 @@ class SecretScanner:
         return chosen
 
     def _search(self, text: str, name: str, rules: Sequence[_Rule], found: dict[str, str]) -> None:
+        spans: list[tuple[int, int]] = []  # of secrets in this text; elsewhere a part of one is a secret of its own
         for rule in rules:
             for pattern in rule.patterns:
                 for match in pattern.finditer(text):
                     secret = match[1] if pattern.groups else match[0]
                     secret = secret.rstrip(".!?") if rule.kind == "named_secret" else secret
-                    self._add(secret, rule, found)
-        if name and self.has_secrets and _is_named_secret(text) and _load_name().fullmatch(name):
-            self._add(text, self._named, found)
+                    start = match.start(1 if pattern.groups else 0)
+                    end = start + len(secret)
+                    is_part = any(first <= start and end <= last for first, last in spans)
+                    if not is_part and _is_secret(secret, rule):
+                        found.setdefault(secret, rule.kind)
+                        spans.append((start, end))
+        is_named = name and self.has_secrets and _is_named_secret(text) and _load_name().fullmatch(name) is not None
+        if is_named and (0, len(text)) not in spans and _is_secret(text, self._named):
+            found.setdefault(text, self._named.kind)
 
-    @staticmethod
-    def _add(secret: str, rule: _Rule, found: dict[str, str]) -> None:
-        is_part = any(len(secret) >= _MIN_NAMED and secret in known for known in found)
-        if not is_part and rule.accepts(secret) and (rule.kind in PERSONAL_KINDS or not _is_example(secret)):
-            found[secret] = rule.kind
+
+def _is_secret(text: str, rule: _Rule) -> bool:
+    """Return True for a match of a rule that is no example."""
+    return rule.accepts(text) and (rule.kind in PERSONAL_KINDS or not _is_example(text))
 
 
 def shows(text: str, found: dict[str, str]) -> bool:

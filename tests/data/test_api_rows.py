@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,47 @@ def test_what_is_left_out_or_read_as_something_else_is_counted() -> None:
     assert read(redacted).notes["reasoning_hidden"] == 1
 
 
+QUESTIONS = [{"role": "user", "content": "Hi"}]
+FAILURES: dict[str, Row] = {
+    "no response": {"request": {"messages": QUESTIONS}, "response": None},
+    "no response, and an error": {"messages": QUESTIONS, "response": None, "error": "The call timed out."},
+    "an error": {"request": {"messages": QUESTIONS}, "response": {"error": {"message": "Too many requests."}}},
+    "Anthropic's error": {
+        "request": {"messages": QUESTIONS, "max_tokens": 9},
+        "response": {"type": "error", "error": {"type": "overloaded_error", "message": "Too much."}},
+    },
+    "Gemini's error": {"request": {"contents": []}, "response": {"error": {"code": 503, "message": "Unavailable."}}},
+    "an error in place of LiteLLM's response": api_rows.litellm(response=None, status="failure", error_str="Too much."),
+}
+
+
+@pytest.mark.parametrize("claim", FAILURES)
+def test_a_log_may_begin_with_a_call_that_failed(claim: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    rows = [FAILURES[claim], SHAPES["log: OpenAI's request and response"]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    left_out: Counter[str] = Counter()
+    (row,) = parse_source(str(path), left_out=left_out)
+    assert isinstance(row, ParsedRow)
+    assert left_out == {"answer_failed": 1}
+
+
+@pytest.mark.parametrize("shape", ["anthropic: a log", "log: Langfuse around Anthropic"])
+def test_an_answer_whose_beginning_the_request_gave_is_one_turn(shape: str) -> None:
+    row = copy.deepcopy(SHAPES[shape])
+    request = row.get("input", row)
+    request["messages"].append({"role": "assistant", "content": ANSWER[:5]})
+    (row["output"] if "input" in row else row["response"])["content"][0]["text"] = ANSWER[5:]
+    parsed = read(row)
+    assert parsed.conversation.messages == read(SHAPES[shape]).conversation.messages
+    assert len(parsed.message_pointers) == len(parsed.conversation.messages)
+    assert parsed.notes["prefilled_answer"] == 1
+
+
+def test_a_response_without_its_question_is_a_defect() -> None:
+    assert error_of(api_rows.responses_response()) == ("history_missing", "input")
+
+
 def test_only_the_completion_of_a_prompt_is_trained() -> None:
     prompt = [*api_rows.openai_messages(), api_rows.openai_answer(), {"role": "user", "content": "And Rome?"}]
     row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "Sunny."}], "tools": OPENAI_TOOLS}
@@ -205,7 +247,7 @@ DESCRIPTIONS = frozenset(
         "usage_pricing_tier_name prompt_name user_id session_id end_time app_path base_url time token "
         "litellm_call_id llm_api_status guardrail_status guardrail_name custom_llm_provider baseline "
         "autorouter_baseline_observation model_map_key model_id api_base cache_key request_tags end_user "
-        "requester_ip_address user_agent",
+        "requester_ip_address user_agent response_mime_type",
     )
 )
 # Objects that describe a row or a request; text in them is not the conversation's.

@@ -179,6 +179,33 @@ def test_a_name_that_a_value_holds_or_that_no_description_explains_is_kept() -> 
     assert not {"city", "bound_kind"} & masked.parameters["properties"].keys()
 
 
+@pytest.mark.parametrize(
+    ("function", "parameters", "has_city"),
+    [
+        ({}, {"examples": [{"city": "Rome"}]}, True),
+        ({}, {"default": {"city": "Rome"}}, True),
+        ({"required": ["city"]}, {}, True),
+        ({"input_examples": [{"city": "Rome"}]}, {}, True),
+        ({"description": "Get weather reports of `city`."}, {}, True),
+        ({"description": "Get weather reports of a city."}, {}, False),
+        ({}, {"required": ["city", ["max_days"]]}, False),
+    ],
+)
+def test_a_parameters_name_is_kept_where_a_tool_has_it_elsewhere(
+    function: dict[str, Any], parameters: dict[str, Any], has_city: bool
+) -> None:
+    plain = make_tool(0)
+    tool = Tool({**plain.function, **function, "parameters": {**plain.parameters, **parameters}})
+    answer = Message("assistant", calls=(Call(tool.name, {"city": "Paris"}),))
+    row = make_parsed(0)
+    row.conversation = Conversation((Message("user", "Go!"), answer), (tool,), "rows.jsonl:1")
+    (form,) = open_augmenter([row], mask_names=1.0).expand(row)
+    assert form.kinds == ("mask_names",)
+    (masked,) = form.conversation.tools
+    assert ("city" in masked.parameters["properties"]) == has_city
+    assert ("city" in form.conversation.messages[1].calls[0].arguments) == has_city
+
+
 # distract, shuffle_tools, paraphrase --------------------------------------------------------------------------------
 
 

@@ -348,6 +348,17 @@ def test_the_report_counts_what_changed(tmp_path: Path) -> None:
     assert convert_source(str(tmp_path / "hermes.jsonl"), tmp_path / "out.jsonl").changes["calls_from_text"] == 2
 
 
+def test_a_report_holds_half_a_surrogate_pair_of_a_column_name(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    rows = [{"messages": messages, "\ud800": 1}, {"messages": messages, "\ud800": "Some words."}]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    command = ["data", "convert", str(source), str(tmp_path / "out.jsonl"), "--json", str(tmp_path / "report.json")]
+    assert main(command) == 0
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert (report["columns"], report["skipped"][0]["pointer"]) == ({"?": 1}, "\\ud800")
+
+
 def test_results_in_another_order_keep_their_calls(tmp_path: Path) -> None:
     calls = [{"name": name, "arguments": "{}"} for name in NAMES]
     messages = [
@@ -371,6 +382,19 @@ def test_ids_that_are_added_differ_from_the_rows_own(tmp_path: Path) -> None:
     assert [converted["messages"][i]["tool_calls"][0]["id"] for i in (1, 5)] == ["call_2", "call_1"]
 
 
+def test_empty_ids_are_none(tmp_path: Path) -> None:
+    row = write_openai([("a", [(NAMES[0], {"x": 1}), (NAMES[0], {"x": 2})], "b")])
+    for message in row["messages"]:
+        for call in message.get("tool_calls") or ():
+            call["id"] = ""
+        if message["role"] == "tool":
+            message["tool_call_id"] = ""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (converted,) = check_conversion(str(tmp_path / "rows.jsonl"), tmp_path)
+    assert [call["id"] for call in converted["messages"][1]["tool_calls"]] == ["call_1", "call_2"]
+    assert [message["tool_call_id"] for message in converted["messages"][2:4]] == ["call_1", "call_2"]
+
+
 def test_weights_reasoning_and_switches_are_kept(tmp_path: Path) -> None:
     thinking = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes", "weight": 0}
     row = {
@@ -389,6 +413,15 @@ def test_weights_reasoning_and_switches_are_kept(tmp_path: Path) -> None:
         ("hm", "yes")
     ] * 2
     assert converted["parallel_tool_calls"] is False
+
+
+def test_reasoning_in_parts_is_moved(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "Hello.", "reasoning_content": ["Greet", "back."]}
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, answer]}), encoding="utf-8")
+    report = convert_source(str(source), tmp_path / "out.jsonl")
+    assert report.changes["reasoning_moved"] == 1
+    assert read(tmp_path / "out.jsonl")[0].messages[1].reasoning == "Greet\nback."
 
 
 def test_a_switch_of_a_row_is_moved_and_not_counted_as_dropped(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from fctune.config.schema import RunConfig
 from fctune.config.sections.data import AugmentConfig, DataConfig, RedactConfig, SourceConfig
 from fctune.data.augment.augmented_file import augment_source
 from fctune.data.check import check_sources
+from fctune.data.conversion import convert_source
 from fctune.data.data_size import find_prepared
 from fctune.data.prepared_set import describe_counts, prepare
 from fctune.data.redaction import Redactor
@@ -58,7 +59,13 @@ MAKERS: dict[str, list[Callable[[int], str]]] = {
     "aws_access_key": [lambda n: "AK" + "IA" + draw(16, string.ascii_uppercase + string.digits, n)],
     "azure_storage_key": [lambda n: "Account" + "Key=" + draw(86, seed=n) + "=="],
     "basic_auth": [lambda n: draw(14, seed=n)],
-    "cloud_token": [lambda n: "da" + "pi" + draw(32, HEX, n), lambda n: "shp" + "at_" + draw(32, HEX, n)],
+    "cloud_token": [
+        lambda n: "da" + "pi" + draw(32, HEX, n),
+        lambda n: "shp" + "at_" + draw(32, HEX, n),
+        lambda n: "hv" + "s." + draw(90, seed=n),
+        lambda n: "lin" + "_api_" + draw(40, seed=n),
+        lambda n: "AT" + "ATT3xFfGF0" + draw(180, seed=n),
+    ],
     "discord_token": [lambda n: ".".join(["M" + draw(24, seed=n), draw(6, seed=n), draw(27, seed=n)])],
     "github_token": [lambda n: "gh" + "p_" + draw(36, seed=n), lambda n: "github" + "_pat_" + draw(82, seed=n)],
     "gitlab_token": [lambda n: "gl" + "pat-" + draw(20, seed=n)],
@@ -70,6 +77,10 @@ MAKERS: dict[str, list[Callable[[int], str]]] = {
         lambda n: "s" + "k-" + draw(20, seed=n) + "T3Blbk" + "FJ" + draw(20, seed=n + 1),
         lambda n: "s" + "k-ant-api03-" + draw(93, seed=n),
         lambda n: "gs" + "k_" + draw(52, seed=n),
+        lambda n: "pp" + "lx-" + draw(48, seed=n),
+        lambda n: "r" + "8_" + draw(37, seed=n),
+        lambda n: "tv" + "ly-" + draw(32, seed=n),
+        lambda n: "ls" + "v2_pt_" + draw(32, HEX, n) + "_" + draw(10, HEX, n),
     ],
     "package_token": [
         lambda n: "np" + "m_" + draw(36, seed=n),
@@ -299,6 +310,59 @@ def test_ids_of_calls_keep_referring() -> None:
     assert_hidden([secret], conversation.to_json())
 
 
+VALUE = draw(10, seed=5) + "7"
+NAMED = [
+    f"AWS_SECRET_ACCESS_KEY={draw(40)}",
+    f'curl -H "x-api-key: {draw(32)}" https://host',
+    f'curl -H "Authorization: token {draw(40)}" https://host',
+    f"tool --password {VALUE}",
+    f"cli --auth-token '{VALUE}' run",
+    f"export DEPLOY_TOKEN={draw(30)}",
+    f"passphrase: {VALUE}",
+    f"redis://:{VALUE}@host:6379",
+    f"https://discord.com/api/webhooks/123456789012345678/{draw(68)}",
+    json.dumps(json.dumps({"X-Api-Key": draw(32)})),
+    f"https://host/login?next=%2Fa%3Fpassword%3D{VALUE}",
+    json.dumps(f"user: me\npassword: {VALUE}"),
+    json.dumps(f"A=1\nDEPLOY_TOKEN={draw(30)}"),
+    json.dumps(f"Łódź {'gh'}p_{draw(36)}").replace(" ", "\\u2003"),
+]
+
+
+@pytest.mark.parametrize("text", NAMED, ids=range(len(NAMED)))
+def test_secrets_of_commands_headers_and_environments_are_found(text: str) -> None:
+    known = (VALUE, "gh" + "p_" + draw(36), *map(draw, (30, 32, 40, 68)))
+    secret = next(value for value in known if value in text)
+    assert list(SecretScanner().find_in_text(text)) == [secret]
+    redacted, _ = Redactor(RedactConfig()).redact(parse(make_row({"result": text})))
+    assert secret not in redacted.conversation.to_json()
+
+
+def test_the_path_of_an_augmented_row_holds_placeholders(tmp_path: Path) -> None:
+    row = make_row({})
+    mark = {"kinds": ["ask"], "digest": "0" * 16, "from": "/home/jane/rows.jsonl:1", "seed": 0}
+    row["metadata"] = {"augmented": mark}
+    out = tmp_path / "out.jsonl"
+    convert_source(str(write_rows(tmp_path / "rows.jsonl", [row])), out, redact=RedactConfig(kinds=["paths"]))
+    (written,) = read_rows(out)
+    assert re.fullmatch(r"/home/user-\w{8}/rows\.jsonl:1", written["metadata"]["augmented"]["from"])
+
+
+def test_a_part_of_a_secret_is_one_where_it_stands_alone() -> None:
+    token = draw(40)
+    texts = {
+        "system": f"Authorization: Bearer {token}",
+        "user": f"GET /login?password={VALUE}&next=/home",
+        "reasoning": f"curl -H 'Authorization: Bearer {token[:25]}' was cut",
+        "result": f"password: {VALUE}",
+    }
+    redacted, redaction = Redactor(RedactConfig()).redact(parse(make_row(texts)))
+    written = redacted.conversation.to_json()
+    assert VALUE not in written
+    assert token[:25] not in written
+    assert len(redaction.findings) == 4
+
+
 HONEST = [
     str(uuid.UUID(int=random.Random(1).getrandbits(128))),
     hashlib.sha256(b"file").hexdigest(),
@@ -315,6 +379,7 @@ HONEST = [
     "The password must be 8 characters or more, and the secret is to practise. api_key: required. token: optional",
     "password: <your password>, api_key=YOUR_API_KEY_123, secret: ${SECRET_1}, key is 12345678",
     "the task-12345678-abcdefghij-long-name-of-a-risk-1 and disk-usage-of-the-last-30-days-of-2026",
+    f"PWD=/home/runner/work1 OLDPWD=/srv/app2 CACHE_KEY={draw(30)} NEXT_PAGE_TOKEN={draw(30)} run --max-token 40961234",
     "next_page_token is 12, a token: 2026-11-24T10:00:00, pwd: /var/lib/app",
     "IBAN DE89370400440532013000, ISBN 978-3-16-148410-0, VIN 1HGCM82633A004352, EAN 4006381333931",
     "AKIA" + "IOSFODNN7EXAMPLE",
@@ -334,6 +399,15 @@ def test_ids_hashes_and_files_are_no_secrets(text: str) -> None:
 def test_ids_and_numbers_are_no_phone_numbers_addresses_or_homes(text: str) -> None:
     found = SecretScanner(["emails", "phones", "paths"]).locate(parse(make_row({"user": text, "result": text})))
     assert [(finding.kind, finding.text) for finding in found] == []
+
+
+@pytest.mark.parametrize("name", ["page_token", "nextPageToken", "next-token", "sync_token"])
+def test_tokens_of_pages_are_no_secrets(name: str) -> None:
+    row = make_row({})
+    call = row["messages"][2]["tool_calls"][0]["function"]
+    for key, count in ((name, 0), ("token", 1)):
+        call["arguments"] = json.dumps({key: draw(24)})
+        assert len(SecretScanner().locate(parse(row))) == count
 
 
 def test_the_synthetic_set_has_no_secrets() -> None:
@@ -573,6 +647,24 @@ def test_augmented_rows_and_cases_hold_placeholders(planted: tuple[Path, list[st
     assert made.secrets.rows == len(ALL_CASES) + 1
     assert_hidden(secrets, *(json.dumps(case.row) for case in made.cases))
     assert not any("redacted" in json.dumps(case.row["messages"][-1]).lower() for case in made.cases)
+
+
+def test_augmented_rows_and_what_is_skipped_quote_no_part_of_a_secret(tmp_path: Path) -> None:
+    secret = MAKERS["github_token"][0](5)
+    key, role, switch = make_row({}, 1), make_row({}, 2), make_row({}, 3)
+    key["messages"][1][f"note {secret}"] = "Some words."
+    role["messages"][1]["role"] = "x" * 40 + f" {secret}"
+    switch["enable_thinking"] = "x" * 40 + f" {secret}"
+    folder = tmp_path / "jane.doe@corp.org"
+    folder.mkdir()
+    path, out = write_rows(folder / "rows.jsonl", [make_row({}, 0), key, role, switch]), tmp_path / "out.jsonl"
+    redact = RedactConfig(kinds=["secrets", "emails"])
+    report = augment_source(str(path), out, AugmentConfig(paraphrase=1.0), redact=redact)
+    assert (report.num_skipped, report.changed) == (3, 1)
+    shown = "\n".join(report.describe("in", "out"))
+    assert secret[:10] not in shown
+    (row,) = read_rows(out)
+    assert re.search(r"user-\w{8}@example\.com/rows\.jsonl:1$", row["metadata"]["augmented"]["from"])
 
 
 def test_held_out_cases_hold_placeholders(planted: tuple[Path, list[str]], tmp_path: Path) -> None:

@@ -284,5 +284,24 @@ def test_datasets_saved_to_disk_are_read_as_their_rows(tmp_path: Path) -> None:
         list(read_source(str(tmp_path / "unnamed")))
 
 
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+def test_a_state_file_of_another_program_is_a_file_like_others(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", json.dumps(make_row()))
+    (tmp_path / "rows.jsonl.d.jsonl").mkdir()
+    write(tmp_path / name, json.dumps({"cursor": 1}))
+    with pytest.raises(DataError, match=f"{name}:1: rows of unknown format"):
+        list(read_source(str(tmp_path)))
+    write(tmp_path / name, "[1")
+    with pytest.raises(DataError, match=f"{name}: cannot be read"):
+        list(read_source(str(tmp_path)))
+
+
+@pytest.mark.parametrize("target", ["gone.jsonl", "link.jsonl"])
+def test_a_link_that_leads_nowhere_is_an_error_with_its_name(target: str, tmp_path: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / target)
+    with pytest.raises(DataError, match=r"link\.jsonl: cannot be opened"):
+        list(read_source(str(tmp_path)))
+
+
 def to_lines(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)

@@ -48,6 +48,7 @@ from tests.trace_rows import (
     EXPECTED,
     FAILED,
     FUNCTION,
+    ROLLOUT,
     SESSION,
     SHAPES,
     SWE,
@@ -207,6 +208,13 @@ def test_what_cannot_be_learned_from_is_a_defect_with_its_place(claim: str, tmp_
     assert (defect.kind, defect.pointer) == (kind, pointer)
 
 
+@pytest.mark.parametrize("reason", ["STOP", "TOOL_CALLS", "COMPLETE", "function_call"])
+def test_reasons_of_an_end_are_read_as_each_provider_writes_them(reason: str, tmp_path: Path) -> None:
+    answer = [{**span()["gen_ai.output.messages"][0], "finish_reason": reason}]
+    attributes = span(**{"gen_ai.response.finish_reasons": [reason], "gen_ai.output.messages": answer})
+    assert len(read(write(tmp_path / "trace.jsonl", [otlp(attributes)]))) == 1
+
+
 def test_spans_that_are_no_answers_are_counted_and_a_file_of_such_spans_alone_is_refused(tmp_path: Path) -> None:
     tool_span = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "get_weather"}
     agent_span = span() | {"gen_ai.operation.name": "invoke_agent"}
@@ -260,8 +268,24 @@ def test_observations_of_actions_that_are_no_calls_are_turns_of_the_user(tmp_pat
     assert row.notes["observation_as_user"] == 2
 
 
-def reply(uuid: str, parent: str, text: str, **keys: Any) -> Row:
-    return event(uuid, parent, assistant(text_block(text)), **keys)
+def reply(uuid: str, parent: str, text: str, message_id: str | None = None, **keys: Any) -> Row:
+    identity = {} if message_id is None else {"id": message_id}
+    return event(uuid, parent, assistant(text_block(text), **identity), **keys)
+
+
+def parallel_calls(session: str, first: str, second: str, parent: str | None = None) -> list[Row]:
+    """Two calls at once with their results, each an event of its own; ids of calls and messages are of their turn."""
+    a, b = assistant(use("c1", first), id="m" if parent is None else parent), assistant(use("c2", second))
+    b["id"] = a["id"]
+    keys = {"sessionId": session}
+    return [
+        event(f"{first}-a", parent, user(f"{first}?"), **keys),
+        event(f"{first}-b", f"{first}-a", a, **keys),
+        event(f"{first}-c", f"{first}-b", b, **keys),
+        event(f"{first}-d", f"{first}-b", user([result("c1", f"in {first}")]), **keys),
+        event(f"{first}-e", f"{first}-c", user([result("c2", f"in {second}")]), **keys),
+        reply(f"{first}-end", f"{first}-e", "A.", **keys),
+    ]
 
 
 SUMMARY = "The user asked about Oslo."
@@ -326,6 +350,49 @@ PATHS: dict[str, tuple[list[Row], list[list[str | None]]]] = {
         ],
         [["A?", "A."]],
     ),
+    "two sessions of a file may use the same ids of calls and messages": (
+        [*parallel_calls("s", "Oslo", "Rome"), *parallel_calls("t", "Kyiv", "Bonn")],
+        [["Oslo?", None, "in Oslo", "in Rome", "A."], ["Kyiv?", None, "in Kyiv", "in Bonn", "A."]],
+    ),
+    "later turns may use the ids of earlier calls": (
+        [*parallel_calls("s", "Oslo", "Rome"), *parallel_calls("s", "Kyiv", "Bonn", "Oslo-end")],
+        [["Oslo?", None, "in Oslo", "in Rome", "A.", "Kyiv?", None, "in Kyiv", "in Bonn", "A."]],
+    ),
+    "a call without a result gets none of another session": (
+        [
+            *parallel_calls("s", "Oslo", "Rome"),
+            event("a", None, user("A?"), sessionId="t"),
+            event("b", "a", assistant(use("c1"), id="m1"), sessionId="t"),
+            event("c", "b", user("[Request interrupted]"), sessionId="t"),
+            reply("d", "c", "A.", sessionId="t"),
+        ],
+        [["Oslo?", None, "in Oslo", "in Rome", "A."], ["A?", None, "[Request interrupted]", "A."]],
+    ),
+    "a copy of a session in the same file adds nothing to its messages": (
+        [
+            event("a", None, user("A?"), sessionId="s"),
+            reply("b", "a", "A.", sessionId="s", message_id="m1"),
+            event("a", None, user("A?"), sessionId="t"),
+            reply("b", "a", "A.", sessionId="t", message_id="m1"),
+            event("c", "b", user("C?"), sessionId="t"),
+            reply("d", "c", "C.", sessionId="t", message_id="m2"),
+        ],
+        [["A?", "A.", "C?", "C."]],
+    ),
+    "messages with an empty id are apart": (
+        [
+            event("a", None, user("A?")),
+            event("b", "a", assistant(text_block("A."), id="")),
+            event("c", "b", user("C?")),
+            event("d", "c", assistant(text_block("C."), id="")),
+        ],
+        [["A?", "A.", "C?", "C."]],
+    ),
+    "an id that is no text is none": (
+        [event("a", None, user("A?")), event("b", "a", assistant(text_block("A."), id=["m"]))],
+        [["A?", "A."]],
+    ),
+    "events in a circle are read": ([event("a", "b", user("A?")), reply("b", "a", "A.")], [["A?", "A."]]),
     "events that hang on a message are no branches": (
         [
             event("a", None, user("A?")),
@@ -373,6 +440,10 @@ def meta(session: str) -> Row:
     return {"type": "session_meta", "payload": {"id": session}}
 
 
+def taken_back(count: Any) -> Row:
+    return {"type": "event_msg", "payload": {"type": "thread_rolled_back", "num_turns": count}}
+
+
 ROLLOUTS: dict[str, tuple[list[Row], list[list[str | None]]]] = {
     "a compaction keeps a history": (
         [
@@ -410,6 +481,19 @@ ROLLOUTS: dict[str, tuple[list[Row], list[list[str | None]]]] = {
         ],
         [["A?", "A."], ["P?", "P."]],
     ),
+    "turns that the user took back are left out": (
+        [
+            meta("s"),
+            said("user", "<environment_context>x</environment_context>"),
+            said("user", "A?"),
+            said("assistant", "A."),
+            *(said(role, text) for text in ("B", "C") for role in ("user", "assistant")),
+            taken_back(2),
+            said("user", "D?"),
+            said("assistant", "D."),
+        ],
+        [["<environment_context>x</environment_context>\nA?", "A.", "D?", "D."]],
+    ),
 }
 
 
@@ -417,6 +501,29 @@ ROLLOUTS: dict[str, tuple[list[Row], list[list[str | None]]]] = {
 def test_each_part_of_a_rollout_is_a_conversation(claim: str, tmp_path: Path) -> None:
     lines, expected = ROLLOUTS[claim]
     assert list(map(texts, read(write(tmp_path / "rollout.jsonl", lines)))) == expected
+
+
+def test_items_that_the_user_took_back_are_counted(tmp_path: Path) -> None:
+    lines = [meta("s"), said("user", "A?"), said("assistant", "A."), taken_back(1), said("user", "B?")]
+    path = write(tmp_path / "rollout.jsonl", [*lines, said("assistant", "B.")])
+    assert [texts(row) for row in read(path)] == [["B?", "B."]]
+    assert count_left_out(path) == {"session_event": 1, "taken_back_item": 2}
+
+
+@pytest.mark.parametrize("count", [2, -1, None, "1"])
+def test_a_rollout_of_which_unknown_turns_were_taken_back_is_a_defect(count: Any, tmp_path: Path) -> None:
+    lines = [meta("s"), said("user", "A?"), said("assistant", "A."), taken_back(count)]
+    (defect,) = read(write(tmp_path / "rollout.jsonl", lines))
+    assert isinstance(defect, Defect)
+    assert (defect.line, defect.kind) == (4, "history_missing")
+
+
+@pytest.mark.parametrize("base", [5, ["a", 5], {"text": {"a": "b c"}}])
+def test_instructions_of_a_rollout_must_be_text(base: Any, tmp_path: Path) -> None:
+    start = {"type": "session_meta", "payload": {"id": "s", "base_instructions": base}}
+    (defect,) = read(write(tmp_path / "rollout.jsonl", [start, *ROLLOUT[1:]]))
+    assert isinstance(defect, Defect)
+    assert defect.kind == "content_not_text"
 
 
 def test_a_call_with_free_text_has_it_as_an_argument(tmp_path: Path) -> None:
@@ -485,6 +592,16 @@ def test_a_file_may_hold_a_line_as_a_document_or_a_compressed_stream_of_them(tmp
     (tmp_path / "d.zst").write_bytes(broken)
     with pytest.raises(DataError, match="the Zstandard stream ends early"):
         read(str(tmp_path / "d.zst"))
+
+
+def test_files_that_describe_sessions_are_no_rows(tmp_path: Path) -> None:
+    project = tmp_path / "projects" / "-home-me-work"
+    (project / "s" / "subagents").mkdir(parents=True)
+    write(project / "s.jsonl", SESSION)
+    write(project / "sessions-index.json", [{"version": 1, "entries": [], "originalPath": "/home/me/work"}])
+    write(project / "s" / "subagents" / "agent-a.jsonl", [event("p", None, user("P?")), reply("q", "p", "P.")])
+    write(project / "s" / "subagents" / "agent-a.meta.json", [{"agentType": "Explore"}])
+    assert sorted(texts(row)[0] or "" for row in read(str(project.parent))) == ["P?", "Weather in Oslo?"]
 
 
 def test_a_directory_of_many_small_files_in_folders_is_read_by_name(tmp_path: Path) -> None:
@@ -598,6 +715,22 @@ def test_reasoning_that_clients_do_not_send_back_is_read_from_the_records_that_h
         assert (report.converted, report.notes["reasoning_from_records"]) == (1, 1)
 
 
+def test_records_that_differ_in_the_ids_of_calls_alone_are_one_conversation(tmp_path: Path) -> None:
+    asked, records = [user("Weather in Oslo?")], []
+    for number in range(2):
+        (call,) = CALLING["tool_calls"]
+        called = {**CALLING, "tool_calls": [{**call, "id": f"call_{number}"}]}
+        result = {"role": "tool", "tool_call_id": f"call_{number}", "content": "3 degrees"}
+        named = {**result, "name": "get_weather"} if number else result
+        records += [exchange(asked, called), exchange([*asked, called, named], TRAJECTORY[4])]
+    path = write(tmp_path / "rows.jsonl", records)
+    assert len(read(path)) == 1
+    assert count_left_out(path) == {"folded_record": 3}
+    source = SourceConfig(path=path)
+    rows = [row for row in parse_source(path, fold="never") if isinstance(row, ParsedRow)]
+    assert len({find_split(row, source) for row in rows}) == 1
+
+
 def test_records_of_the_same_answer_with_other_reasoning_stay_apart(tmp_path: Path) -> None:
     asked, last = [user("Hi")], {"role": "assistant", "content": "Bye."}
     hello = {"role": "assistant", "content": "Hello."}
@@ -609,6 +742,17 @@ def test_records_of_the_same_answer_with_other_reasoning_stay_apart(tmp_path: Pa
         ["Be kind."],
         [None, None],
     ]
+
+
+@pytest.mark.parametrize("rest", [[], [said("user", "Thanks."), said("assistant", "You're welcome.")]])
+def test_what_follows_the_last_answer_keeps_no_record(rest: list[Row], tmp_path: Path) -> None:
+    interrupted = [*ROLLOUT, said("user", "[Request interrupted]")]
+    write(tmp_path / "a.jsonl", interrupted)
+    write(tmp_path / "b.jsonl", [*interrupted, said("user", "And Rome?"), *rest])
+    (row,) = read(str(tmp_path))
+    assert isinstance(row, ParsedRow)
+    assert texts(row)[-1] == ("You're welcome." if rest else "[Request interrupted]\nAnd Rome?")
+    assert count_left_out(str(tmp_path))["folded_record"] == 1
 
 
 def test_turns_that_only_an_earlier_record_trains_are_not_folded_away(tmp_path: Path) -> None:

@@ -32,11 +32,12 @@ from fctune.data.sources import (
     DEFAULT_SELECTION,
     LEFT_OUT_KINDS,
     Defect,
+    LeftOut,
     ParsedRow,
     RowReader,
     Selection,
     UnreadRow,
-    parse_source,
+    scan_source,
 )
 from fctune.data.sources.columns import Columns
 
@@ -147,20 +148,26 @@ def _iter_rows(
         screen: Replaces secrets or finds them; None looks for none.
         report: Its counts of secrets and of what is left out are updated in place.
     """
-    reader = RowReader("openai")
-    left_out = report.left_out if report is not None else None
-    for row in parse_source(path, row_format, columns, fold=fold, selection=selection, left_out=left_out):
+    reader, own_reader = RowReader("openai"), RowReader(row_format, columns, selection=selection)
+    left_out = report.left_out if report is not None else Counter()
+    for unread in scan_source(path, row_format, columns, fold, selection):
+        left_out.update(unread.left_out or {})
+        row = own_reader.read(unread)
+        if isinstance(row, LeftOut):
+            left_out[row.kind] += 1
+            continue
         row = with_run(row) if isinstance(row, ParsedRow) else row
         if screen is not None and isinstance(row, ParsedRow):
             row, redaction = screen.screen(row)
             if report is not None:
                 report.secrets.count(redaction.findings, redaction.num_turns)
         elif screen is not None and isinstance(row, Defect):
-            row = screen.scanner.hide(row, row.reason)
+            row = screen.scanner.hide(row, unread.value)
         if isinstance(row, ParsedRow) and row.mark is None:
             read = reader.read(UnreadRow(path, 0, _write_row(Form(row.conversation), row, 0).encode()))
             if isinstance(read, ParsedRow):
-                conversation = replace(read.conversation, source=row.conversation.source)
+                source = row.conversation.source if screen is None else screen.screen_text(row.conversation.source)
+                conversation = replace(read.conversation, source=source)
                 row = replace(read, conversation=conversation, raw=row.raw)
         yield row
 

@@ -20,6 +20,7 @@ _KNOWN_KEYS = frozenset(
     ("type", "properties", "required", "additionalProperties", "description", "title", "$schema", "default", "examples")
 )
 _IDENTIFIER = re.compile(r"[a-z0-9][A-Z]|[_.\d-]|[A-Z]{2}")
+_QUOTED = re.compile(r"[`'\"](\w+)(?=[`'\"])")
 _MIN_DESCRIPTION_WORDS = 2
 _MASK_STYLES: tuple[tuple[str, str], ...] = (
     ("{letters}_{digits}", "{letters}_{digits}"),
@@ -50,7 +51,9 @@ class NameMask:
                     for name, schema in properties.items()
                 }
             if isinstance(required := parameters.get("required"), list):
-                parameters["required"] = [self.parameters.get(one, one) for one in required]
+                parameters["required"] = [
+                    self.parameters.get(one, one) if isinstance(one, str) else one for one in required
+                ]
             function["parameters"] = _drop_title(parameters) if tool.name in self.tools else parameters
         return Tool(function)
 
@@ -118,8 +121,8 @@ def draw_mask(tools: Sequence[Tool], messages: Iterable[Message], rng: random.Ra
     """Draw new names for the tools and parameters whose descriptions say enough; None if no tool has one.
 
     A name is kept if the user says it as a name, if a value or a schema's enum holds it, or if two tools have the same
-    description. A parameter's name is also kept if an answer or the system prompt spells it, or if it is part of a
-    nested schema.
+    description. A parameter's name is also kept if an answer or the system prompt spells it, if a tool's text quotes
+    it as a word, or if it is elsewhere in a tool: in a nested schema, an example or a default.
 
     Args:
         tools: Tools on offer.
@@ -164,6 +167,8 @@ def draw_mask(tools: Sequence[Tool], messages: Iterable[Message], rng: random.Ra
     spoken = [text for m in messages if m.role != "tool" for text in (m.content, m.reasoning) if text]
     spoken_or_held = "\n".join([*spoken, held])
     nested = {name for tool in tools for schema in list_properties(tool).values() for name in _iter_nested(schema)}
+    nested |= {name for tool in tools for name in _iter_other_names(tool)}
+    quoted = {name for tool in tools for text in _iter_values(tool.function) for name in _QUOTED.findall(text)}
     masked_parameters: dict[str, str] = {}
     for name in dict.fromkeys(name for tool in tools for name in list_properties(tool)):
         owners = [tool for tool in tools if name in (tool.parameters.get("properties") or {})]
@@ -171,6 +176,7 @@ def draw_mask(tools: Sequence[Tool], messages: Iterable[Message], rng: random.Ra
             all(_can_rename(tool, name) for tool in owners)
             and name not in nested
             and name not in names
+            and (_is_identifier(name) or name not in quoted)
             and not _is_said(name, asked)
             and not (_is_identifier(name) and _holds_name(name, spoken_or_held))
             and not any(name in call.arguments for m in messages for call in m.calls if call.name not in _names(owners))
@@ -316,6 +322,22 @@ def _iter_fixed(schema: Any) -> Iterator[str]:
     elif isinstance(schema, list):
         for item in schema:
             yield from _iter_fixed(item)
+
+
+def _iter_other_names(tool: Tool) -> Iterator[str]:
+    """Yield the keys and texts of a tool outside of the schemas and descriptions of its parameters."""
+    parameters = [value for key, value in tool.parameters.items() if key in ("default", "examples")]
+    known = ("name", "description", "parameters")
+    for value in (*parameters, *(value for key, value in tool.function.items() if key not in known)):
+        yield from _iter_values(value)
+        yield from _iter_keys(value)
+
+
+def _iter_keys(value: Any) -> Iterator[str]:
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _iter_keys(item)
+    if isinstance(value, dict):
+        yield from value
 
 
 def _iter_nested(schema: Any) -> Iterator[str]:

@@ -90,9 +90,10 @@ class RowError(Exception):
 
     def __init__(self, pointer: str, kind: str, reason: str) -> None:
         super().__init__(reason)
-        self.pointer = pointer
+        # Keys of a row may hold half a surrogate pair, which no report could be written with.
+        self.pointer = pointer.encode("utf-8", "backslashreplace").decode()
         self.kind = kind
-        self.reason = reason
+        self.reason = reason.encode("utf-8", "backslashreplace").decode()
 
 
 def describe_value(value: object, limit: int = 60) -> str:

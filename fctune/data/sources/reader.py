@@ -283,18 +283,20 @@ def list_files(path: str) -> list[str]:
         DataError: There is none.
     """
     if os.path.isfile(os.path.join(path, "dataset_dict.json")):
-        splits = _read_saved_json(path, "dataset_dict.json")["splits"]
-        if "train" not in splits:
+        splits = _read_saved_json(path, "dataset_dict.json", "splits")
+        if splits and "train" not in splits:
             raise DataError(f"{path}: its splits are {', '.join(splits)}; name one: {os.path.join(path, splits[0])}.")
-        path = os.path.join(path, "train")
+        path = os.path.join(path, "train") if splits else path
     if os.path.isfile(os.path.join(path, "state.json")):
-        files = _read_saved_json(path, "state.json")["_data_files"]
-        return [os.path.join(path, file["filename"]) for file in files]
+        files = _read_saved_json(path, "state.json", "_data_files")
+        if files:  # else a file of another program
+            return [os.path.join(path, file) for file in files]
     if os.path.isdir(path):
-        names = [name for name in os.listdir(path) if name.endswith(DATA_SUFFIXES)]
+        listed = filter(_may_hold_rows, os.listdir(path))
+        names = [name for name in listed if not os.path.isdir(os.path.join(path, name))]
         if not names:
             found = (os.path.join(folder, name) for folder, _, listed in os.walk(path) for name in listed)
-            names = [os.path.relpath(file, path) for file in found if file.endswith(DATA_SUFFIXES)]
+            names = [os.path.relpath(file, path) for file in found if _may_hold_rows(file)]
         if not names:
             raise DataError(f"{path}: no data files in this directory. Expected {', '.join(DATA_SUFFIXES)}.")
         return [os.path.join(path, name) for name in sorted(names)]
@@ -306,12 +308,20 @@ def list_files(path: str) -> list[str]:
     return [path]
 
 
-def _read_saved_json(path: str, name: str) -> Any:
-    """Read a file that describes a dataset saved with ``save_to_disk``."""
+def _may_hold_rows(file: str) -> bool:
+    """Return True for the name of a data file, other than those in which Claude Code describes its sessions."""
+    is_description = file.endswith(".meta.json") or os.path.basename(file) == "sessions-index.json"
+    return file.endswith(DATA_SUFFIXES) and not is_description
+
+
+def _read_saved_json(path: str, name: str, key: str) -> list[str]:
+    """Return the names in a list of a file that describes a dataset saved with ``save_to_disk``; empty without it."""
     try:
         with open(os.path.join(path, name), encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError) as error:
+            described = json.load(file)
+        listed = described.get(key, []) if isinstance(described, dict) else []
+        return [str(item["filename"] if isinstance(item, dict) else item) for item in listed]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{os.path.join(path, name)}: cannot be read ({error}). Save the dataset again.") from None
 
 
@@ -447,6 +457,7 @@ def _may_hold_reasoning(batch: Any) -> bool:
 
 def _scan_file(file: str, context: ReadContext, is_wanted: IsWanted | None) -> Iterator[tuple[int, Any]]:
     """Yield the line and value of each row; the value is a ``RowError`` for a row without one."""
+    magic = b"" if file.startswith("hf:") else _read_magic(file)
     if file.endswith(".csv"):
         from fctune.data.sources.csv_rows import iter_csv
 
@@ -457,7 +468,7 @@ def _scan_file(file: str, context: ReadContext, is_wanted: IsWanted | None) -> I
 
         yield from iter_arrow(file, context.json, is_wanted)
         return
-    if file.startswith("hf:") or _is_parquet(file):
+    if file.startswith("hf:") or magic == b"PAR1":
         from fctune.data.sources.arrow import iter_hub, iter_parquet
 
         yield from (iter_hub if file.startswith("hf:") else iter_parquet)(file, context.json, is_wanted)
@@ -520,9 +531,17 @@ def _list_keys(row: UnreadRow | None) -> list[str]:
     return list(value) if isinstance(value, dict) else []
 
 
-def _is_parquet(file: str) -> bool:
-    with open(file, "rb") as stream:
-        return stream.read(4) == b"PAR1"
+def _read_magic(file: str) -> bytes:
+    """Return the first four bytes of a file.
+
+    Raises:
+        DataError: It cannot be opened, such as a link to a file that was removed.
+    """
+    try:
+        with open(file, "rb") as stream:
+            return stream.read(4)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be opened ({error.strerror}). Check the file, or remove it.") from None
 
 
 def decode_row(value: Any, context: ReadContext) -> Any:

@@ -126,6 +126,7 @@ NOTE_KINDS: dict[str, str] = {
     "null_key_dropped": "null keys of tools and calls, removed",
     "number_respelled": "numbers whose value is kept but not their spelling (1e5, 1.50)",
     "observation_as_user": "observations of actions that are no calls, read as the user's turns",
+    "prefilled_answer": "answers whose beginning the request gave, joined with it",
     "python_literal": "calls, results and tools of a prompt written as Python literals, read as JSON values",
     "quoted_arguments": "Glaive arguments in single quotes, read as the JSON between the quotes",
     "reasoning_hidden": "reasoning that a log holds only encrypted or not at all, left out",
@@ -152,11 +153,12 @@ NOTE_KINDS: dict[str, str] = {
 
 LEFT_OUT_KINDS: dict[str, str] = {
     "answer_failed": "rows whose answer failed, was cut off or rejected, or whose run did not solve its task",
-    "folded_record": "records whose messages are the beginning of another record's, which holds them too",
+    "folded_record": "records whose messages, up to their last answer, are the beginning of another record's",
     "not_selected": "rows that do not meet the conditions (where)",
     "session_event": "events of sessions that are no messages",
     "sidechain_step": "steps of subagents in the list of another agent's steps",
     "span_left_out": "spans that are not of a model call (of agents, tools or requests)",
+    "taken_back_item": "items of turns that the user took back, with the user's messages",
     "span_without_content": "spans of model calls whose messages were not recorded",
     "where_missing": "rows without a column or key that the conditions name (where)",
 }
@@ -272,7 +274,7 @@ class RowBuilder:
         is_error: bool = False,
     ) -> None:
         """Add a result of a call that has none yet, matched by id, else by name, else to the oldest call."""
-        content = read_result_content(content, pointer, self.notes)
+        content, call_id = read_result_content(content, pointer, self.notes), call_id or None
         self._require_no_reasoning("tool")
         index = find_answered(self.pending, call_id, name)
         if index is None:
@@ -297,6 +299,15 @@ class RowBuilder:
                 self.messages[i - 1] = replace(before, content=f"{before.content}\n{message.content}")
                 del self.messages[i], self.pointers[i]
                 self.notes["text_parts_joined"] += 1
+
+    def join_prefilled(self, index: int) -> None:
+        """Join an answer, which is message ``index``, with the beginning of it that its request ends with."""
+        if 0 < index < len(self.messages):
+            before, answer = self.messages[index - 1 : index + 1]
+            if before.role == answer.role == "assistant" and not before.calls:
+                self.messages[index - 1] = replace(answer, content=f"{before.content or ''}{answer.content or ''}")
+                del self.messages[index], self.pointers[index - 1]
+                self.notes["prefilled_answer"] += 1
 
     def take_reasoning(self, text: str, pointer: str, given: str | None = None) -> tuple[str, str | None]:
         """Split the text of an assistant's turn into its content and its reasoning; the content may be empty."""
@@ -399,7 +410,7 @@ class RowBuilder:
             self.note_unread(value, {*_CALL_KEYS, key}, pointer)
         arguments = self.read_arguments(value[key], f"{pointer}.{key}", name)
         self.call_pointers.append(CallPointer(pointer, f"{pointer}.{key}"))
-        return Call(name, arguments, call_id)
+        return Call(name, arguments, call_id or None)  # some servers write an empty id
 
     def read_arguments(self, value: Any, pointer: str, name: str) -> dict[str, Any]:
         """Read the arguments of a call to the tool ``name``."""

@@ -96,7 +96,9 @@ def add_anthropic_response(response: Any, at: str, builder: RowBuilder) -> None:
     """Add the answer of a response."""
     response = require_object(response, at)
     require_finished(response, at, builder, "stop_reason", _FINISHED)
+    num_messages = len(builder.messages)
     add_anthropic_message(response, at, builder)
+    builder.join_prefilled(num_messages)
 
 
 def add_anthropic_message(message: Any, pointer: str, builder: RowBuilder) -> None:

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from fctune.base.errors import DataError
@@ -110,8 +111,9 @@ class _Tree:
         self._messages = array("q")
         self._last_of: dict[int, int] = {}
         self._before = array("q")
-        self._results: dict[int, int] = {}  # the first result of each call
-        self._called: dict[int, tuple[int, ...]] = {}
+        # The first result of each call of a session, and the one that follows it. Some servers' ids are not unique.
+        self._results: dict[int, int] = {}
+        self._called: dict[int, tuple[int, tuple[int, ...]]] = {}  # an event's own digest and its calls
         self._answered: dict[int, tuple[int, ...]] = {}
 
     def add(self, line: int, event: Event) -> None:
@@ -136,21 +138,22 @@ class _Tree:
         self._is_message.append(is_message)
         self._is_repeated.append(is_repeated)
         self._is_answer.append(is_answer)
-        message_id = event["message"].get("id") if is_answer else None
-        message = _digest(message_id) if isinstance(message_id, str) else 0
+        message_id = _read_message_id(event) if is_answer else None
+        message = 0 if message_id is None else _digest(message_id) ^ session or 1
         self._messages.append(message)
         self._before.append(number)
         results = tuple(map(_digest, _list_ids(event, "tool_result", "tool_use_id")))
         if results:
             self._answered[number] = results
         if calls := tuple(map(_digest, _list_ids(event, "tool_use", "id"))):
-            self._called[number] = calls
+            self._called[number] = uuid, calls
         if is_message and not is_repeated:
             if message:
                 self._before[number] = self._last_of.get(message, number)
                 self._last_of[message] = number
             for call in results:
-                self._results.setdefault(call, number)
+                self._results.setdefault(call ^ session, number)
+                self._results.setdefault(call ^ session ^ self._parents[number], number)
 
     @contextmanager
     def _full_disk_as_error(self) -> Iterator[None]:
@@ -210,8 +213,9 @@ class _Tree:
             if self._parents[number] and (parent := self._find_parent(number)) is not None:
                 is_inner[parent] = True
         paths: list[array[int]] = []
-        for leaf in reversed(range(count)):
-            if is_inner[leaf] or self._is_repeated[leaf] or is_covered[leaf]:
+        leaves = (number for number in reversed(range(count)) if not is_inner[number])
+        for leaf in chain(leaves, reversed(range(count))):  # events in a circle have no leaf
+            if self._is_repeated[leaf] or is_covered[leaf]:
                 continue
             events = self._collect(leaf)
             for number in events:
@@ -240,16 +244,26 @@ class _Tree:
         while number is not None and number not in path:
             path.add(number)
             number = self._find_parent(number) if self._parents[number] else None
-        answered = {call for number in path for call in self._answered.get(number, ())}
         for number in [number for number in path if self._is_answer[number]]:
             last = self._last_of.get(self._messages[number]) if self._messages[number] else None
             while last is not None:
                 path.add(last)
                 last = self._before[last] if self._before[last] != last else None
+        called: dict[int, list[int]] = {}
+        answered: dict[int, list[int]] = {}
         for number in sorted(path):
-            for call in self._called.get(number, ()):
-                if call not in answered and call in self._results:
-                    path.add(self._results[call])
+            for call in self._called.get(number, (0, ()))[1]:
+                called.setdefault(call, []).append(number)
+            for call in self._answered.get(number, ()):
+                answered.setdefault(call, []).append(number)
+        for call, numbers in called.items():
+            for number, end in zip(numbers, [*numbers[1:], len(self.lines)], strict=True):
+                if any(number < result < end for result in answered.get(call, ())):
+                    continue
+                key = call ^ self._sessions[number]
+                result = self._results.get(key ^ self._called[number][0], self._results.get(key, number))
+                if number < result < end:
+                    path.add(result)
         return path
 
 
@@ -263,6 +277,12 @@ def _is_message(event: Event) -> bool:
     """Return True for what the model was sent or wrote; the application's own errors are neither."""
     is_message = event.get("type") in _MESSAGES and isinstance(event.get("message"), dict)
     return is_message and not event.get("isApiErrorMessage") and event["message"].get("model") != "<synthetic>"
+
+
+def _read_message_id(event: Event) -> str | None:
+    """Return the id of an event's message, which its other events share; None if it has none."""
+    message_id = event["message"].get("id")
+    return message_id if isinstance(message_id, str) and message_id else None
 
 
 def _list_ids(event: Event, kind: str, key: str) -> list[str]:
@@ -280,14 +300,14 @@ def _read(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
         message, at = event["message"], f"events[{i}]"
         builder.note_unread(event, {*_DESCRIBING, "message"}, at)
         builder.note_unread(message, _MESSAGE_KEYS, f"{at}.message")
-        message_id = message.get("id") if event["type"] == "assistant" else None
+        message_id = _read_message_id(event) if event["type"] == "assistant" else None
         content = message.get("content")
         earlier = messages[numbers[message_id]][0] if message_id in numbers else {}
         if isinstance(content, list) and earlier.get("role") == message.get("role"):
             earlier["content"] = [*earlier["content"], *content]
             earlier["stop_reason"] = message.get("stop_reason") or earlier["stop_reason"]
             continue
-        if isinstance(message_id, str) and isinstance(content, list):
+        if message_id is not None and isinstance(content, list):
             numbers[message_id] = len(messages)
         kept = {"role": message.get("role"), "content": content, "stop_reason": message.get("stop_reason")}
         messages.append((kept, f"{at}.message"))

@@ -1,17 +1,19 @@
 """Rollouts of Codex: lines of ``type`` and ``payload``, of which the ``response_item`` ones are the Responses API's.
 
-A file is a conversation, and another one after each compaction, which begins with what was kept. The files have no
-tools: pass those that the agent had (``--tools``).
+A file is a conversation, and another one after each compaction, which begins with what was kept. Turns that the user
+took back are left out. The files have no tools: pass those that the agent had (``--tools``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
+from fctune.data.sources.row_content import read_content
 from fctune.data.sources.row_formats.base import FileRow, LeftOut, LogRow, RowFormat
 from fctune.data.sources.row_formats.responses import add_items
 
@@ -20,6 +22,8 @@ _TYPES = ("session_meta", "response_item", "turn_context", "event_msg", "compact
 _NOT_SENT = ("ghost_snapshot",)  # items that the application keeps for itself
 _LINE_KEYS = ("timestamp", "type", "payload", "ordinal")
 _INTERNAL = ("internal_chat_message_metadata_passthrough",)
+# How messages begin that the application sends in the user's name, which begin no turn.
+_CONTEXT = re.compile(r"\s*(?:<[a-z_]+>|# AGENTS\.md instructions)")
 
 
 def _is_rollout(row: dict[str, Any]) -> bool:
@@ -68,18 +72,39 @@ def _expand(rows: Iterator[FileRow]) -> Iterator[LogRow]:
             history = payload.get("replacement_history")
             summary = [{"role": "user", "content": payload.get("message")}] if payload.get("message") else []
             kept, items = (history if isinstance(history, list) and history else summary), []
+        elif kind == "event_msg" and payload.get("type") == "thread_rolled_back":
+            yield line, LeftOut("session_event")
+            turns = [number for number, item in enumerate(items) if _begins_turn(item)]
+            count = payload.get("num_turns")
+            if not isinstance(count, int) or not 0 <= count <= len(turns):
+                reason = f"{describe_value(count)} turns were taken back, of which the file has {len(turns)} in full"
+                error = error or (line, RowError("payload.num_turns", "history_missing", reason))
+            elif count:
+                for _ in items[turns[-count] :]:
+                    yield line, LeftOut("taken_back_item")
+                del items[turns[-count] :]
         else:
             yield line, LeftOut("session_event")
     yield from finish()
 
 
+def _begins_turn(item: dict[str, Any]) -> bool:
+    """Return True for a message that the user wrote."""
+    if item.get("type") != "message" or item.get("role") != "user":
+        return False
+    content = item.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return not all(isinstance(text, str) and _CONTEXT.match(text) for text in texts)
+
+
 def _read(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     meta = row[_SESSION]
-    base = meta.get("base_instructions")
+    base, at = meta.get("base_instructions"), f"{_SESSION}.base_instructions"
     if isinstance(base, dict):
-        builder.note_unread(base, ("text",), f"{_SESSION}.base_instructions")
-    if text := base.get("text") if isinstance(base, dict) else base:
-        builder.add("system", text, f"{_SESSION}.base_instructions")
+        builder.note_unread(base, ("text",), at)
+    if text := read_content(base.get("text") if isinstance(base, dict) else base, at, builder.notes):
+        builder.add("system", text, at)
     context = [item for item in row["context"] if not isinstance(item, dict) or item.get("type") not in _NOT_SENT]
     add_items([(_rename(item, builder), f"context[{i}]") for i, item in enumerate(context)], builder)
     # A model's turns in the context are trained where they were made.

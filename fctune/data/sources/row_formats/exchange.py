@@ -35,7 +35,7 @@ _SCHEMA_SETTINGS = (
 _SCHEMAS = ("schema", "json_schema", "responseSchema", "response_schema", "responseJsonSchema", "response_json_schema")
 
 ALL_SETTINGS = (*SETTINGS, *_SCHEMA_SETTINGS)
-_UNFINISHED = frozenset({"failed", "failure", "error", "incomplete", "cancelled", "in_progress", "queued"})
+UNFINISHED = frozenset({"failed", "failure", "error", "incomplete", "cancelled", "in_progress", "queued"})
 
 
 class Exchange(NamedTuple):
@@ -175,7 +175,7 @@ def require_finished(
     if error := response.get("error"):
         builder.reject_answer(join(at, "error"), f"{describe_value(error)}: {failed}")
     status = response.get("status")
-    if isinstance(status, str) and status.lower() in _UNFINISHED:
+    if isinstance(status, str) and status.lower() in UNFINISHED:
         builder.reject_answer(join(at, "status"), f"{status!r}: {failed}")
     ended = response.get(key)
     if ended is not None and ended not in finished:

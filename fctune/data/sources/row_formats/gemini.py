@@ -21,6 +21,7 @@ from fctune.data.sources.row_formats.exchange import (
     join,
     list_values,
     note_request,
+    note_settings,
     open_exchange,
     peek,
     peek_request,
@@ -31,6 +32,11 @@ from fctune.data.sources.row_formats.exchange import (
 _SYSTEM = ("systemInstruction", "system_instruction")
 _CACHED = ("cachedContent", "cached_content")
 _COLUMNS = ("contents", *_SYSTEM, "tools", *_CACHED)
+# Settings among the keys of a config, as the SDKs' methods have it, that are no part of a conversation.
+_CONFIG_SETTINGS = (
+    *("response_mime_type", "responseMimeType", "response_modalities", "responseModalities", "http_options"),
+    *("httpOptions", "media_resolution", "mediaResolution", "thinking_config", "thinkingConfig", "stopSequences"),
+)
 _MEDIA = ("inlineData", "inline_data", "fileData", "file_data")
 # Keys of parts that only describe them.
 _HARMLESS = ("thought", "thoughtSignature", "thought_signature", "partMetadata", "videoMetadata", "video_metadata")
@@ -60,15 +66,26 @@ def read_gemini(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
 
 def add_gemini_request(request: dict[str, Any], at: str, builder: RowBuilder) -> None:
     """Add the tools, system instruction and contents of a request."""
-    note_request(request, _COLUMNS, at, builder)
+    note_request(request, (*_COLUMNS, "config"), at, builder)
+    own = (*_SYSTEM, "tools", *_CACHED)
+    places = dict.fromkeys(own, at)
+    if isinstance(config := decode(request.get("config"), join(at, "config"), builder), dict):  # of the SDKs' methods
+        where = join(at, "config")
+        builder.note_unread(config, {*own, *ALL_SETTINGS, *_CONFIG_SETTINGS}, where)
+        note_settings(config, where, builder)
+        for key in own:
+            if config.get(key) and request.get(key):
+                raise RowError(join(where, key), "message_shape", f"also in {join(at, key)}; keep one of them")
+        places |= {key: where for key in own if config.get(key)}
+        request = {**request, **{key: config[key] for key in own if config.get(key)}}
     for key in _CACHED:
         if request.get(key):
             reason = "a context that the API's server holds, not the row; log the complete contents"
-            raise RowError(join(at, key), "history_missing", reason)
-    builder.set_tools(request.get("tools") or [], join(at, "tools"))
+            raise RowError(join(places[key], key), "history_missing", reason)
+    builder.set_tools(request.get("tools") or [], join(places["tools"], "tools"))
     for key in _SYSTEM:
         if request.get(key):
-            pointer = join(at, key)
+            pointer = join(places[key], key)
             builder.add("system", _read_system(decode(request[key], pointer, builder), pointer), pointer)
     contents, pointer = decode(request["contents"], join(at, "contents"), builder), join(at, "contents")
     if isinstance(contents, str):
@@ -179,7 +196,7 @@ ROW_FORMAT = RowFormat(
     keys="contents of parts[, systemInstruction, tools, response]",
     matches=_is_gemini,
     read=read_gemini,
-    columns=(*_COLUMNS, *EXCHANGE_COLUMNS),
+    columns=(*_COLUMNS, "config", *EXCHANGE_COLUMNS),
     harmless=ALL_SETTINGS,
     is_log=True,
     priority=8,

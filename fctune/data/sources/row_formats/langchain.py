@@ -119,7 +119,7 @@ def _add_ai(message: dict[str, Any], extra: dict[str, Any], at: str, builder: Ro
             text = block.get("thinking") or block.get("reasoning")
             require_read_keys(block, ("type", "thinking", "reasoning", "data", "extras", "encrypted_content"), where)
             turn.add_reasoning(text, where)
-        elif kind not in _CALL_BLOCKS or block.get("call_id", block.get("id")) not in ids:
+        elif kind not in _CALL_BLOCKS or (block.get("call_id", block.get("id")) or None) not in ids:
             raise make_block_error(block, where)
     for call in calls:
         turn.add_call(call)

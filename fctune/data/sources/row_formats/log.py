@@ -19,6 +19,7 @@ from fctune.data.sources.row_formats import anthropic, gemini, langchain, openai
 from fctune.data.sources.row_formats.base import RowFormat
 from fctune.data.sources.row_formats.exchange import (
     ALL_SETTINGS,
+    UNFINISHED,
     decode,
     join,
     list_values,
@@ -40,6 +41,7 @@ _MARKS = ("run_type", "traceId", "trace_id", "observation_type", "model_paramete
 # Where records hold the settings of the request, and in them its tools.
 _SETTINGS = ("model_parameters", "modelParameters", "optional_params", "invocation_params")
 _WRAPPERS = ("output", "message", "data")  # keys around a response
+_ANSWER_KEYS = frozenset({*_WRAPPERS, "choices", "generations", "candidates", "content", "messages", "role"})
 _READ = ("system", "messages", "tools", "functions")
 _COLUMNS = (*dict.fromkeys(side for sides in _SIDES for side in sides), "system", "tools", "functions")
 _FINISHED = ("stop", "tool_calls", "function_call", "end_turn", "tool_use", "stop_sequence", "STOP", "eos")
@@ -48,7 +50,18 @@ _FINISHED = ("stop", "tool_calls", "function_call", "end_turn", "tool_use", "sto
 def _find_sides(row: dict[str, Any]) -> tuple[str, str] | None:
     """Return the columns of a row's request and response; of messages without a response, the answer is the last."""
     found = ((a, b) for a, b in _SIDES if row.get(a) is not None and b in row)
-    return next(((a, b) for a, b in found if a != "messages" or row[b] is not None), None)
+    return next(((a, b) for a, b in found if a != "messages" or row[b] is not None or _has_failed(row)), None)
+
+
+def _has_failed(row: dict[str, Any]) -> bool:
+    """Return True if a record says that its call failed, so that it has no answer of the API's form."""
+    status = row.get("status")
+    return bool(row.get("error")) or (isinstance(status, str) and status.lower() in UNFINISHED)
+
+
+def _is_failure(response: Any) -> bool:
+    """Return True for a response that is an error alone."""
+    return isinstance(response, dict) and bool(response.get("error")) and _ANSWER_KEYS.isdisjoint(response)
 
 
 def _is_log(row: dict[str, Any]) -> bool:
@@ -62,11 +75,18 @@ def _is_log(row: dict[str, Any]) -> bool:
         return True
     request, response = peek(row[sides[0]]), peek(row[sides[1]])
     if sides[0] in ("messages", "request"):
+        if _is_failure(response) or (not response and (_has_failed(row) or _is_request(request))):
+            return True
         if not isinstance(response, dict) or anthropic.is_anthropic_response(response):
             return False
         return "choices" in response or response.get("role") == "assistant"
     messages = request.get("messages") if isinstance(request, dict) else request
     return isinstance(messages, list) and bool(messages) and _has_messages(messages) and response is not None
+
+
+def _is_request(request: Any) -> bool:
+    """Return True for a request of any API, from a column of its own."""
+    return isinstance(request, dict) and any(key in request for key in ("messages", "contents", "input"))
 
 
 def _has_messages(messages: list[Any]) -> bool:
@@ -85,6 +105,10 @@ def read_log(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     require_finished(row, "", builder)
     asked, answered = sides
     request, response = decode(row[asked], asked, builder), decode(row[answered], answered, builder)
+    if response is None:
+        raise RowError(answered, "answer_failed", "null: the record has no answer of the model")
+    if _is_failure(response):
+        raise RowError(f"{answered}.error", "answer_failed", f"{describe_value(response['error'])}: a failed call")
     if asked == "messages":
         request = {key: row[key] for key in _READ if key in row}
     elif isinstance(request, list):
@@ -97,8 +121,6 @@ def read_log(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     if not request.get("tools"):
         _set_tools(row, builder)
     _add_request(request, at, builder)
-    if response is None:
-        raise RowError(answered, "answer_failed", "null: the record has no answer of the model")
     _add_response(response, answered, builder)
     return builder.finish()
 

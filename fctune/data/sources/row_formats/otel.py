@@ -29,10 +29,20 @@ _DESCRIBING = re.compile(
 _CALLS = (None, "chat", "generate_content", "text_completion")
 _DETAILS = "gen_ai.client.inference.operation.details"  # an event that may have the messages in place of its span
 _MEDIA = ("blob", "file", "uri")
-_FINISHED = (None, "", "stop", "tool_call", "tool_calls", "tool_use", "end_turn", "stop_sequence")
+# In lower case; instrumentations write them as their provider does.
+_FINISHED = (
+    *("", "stop", "tool_call", "tool_calls", "tool_use", "function_call", "end_turn", "stop_sequence"),
+    *("complete", "completed", "eos", "eos_token"),
+)
 _ENDED = "gen_ai.response.finish_reasons"  # of the answers, in place of their own
 _CUT_OFF = "an answer that was cut off or failed"
+# Attributes and events of other instrumentations, or of earlier versions of the conventions, that hold messages.
+_OTHER_MESSAGES = re.compile(
+    r"gen_ai\.(?:prompt|completion)(?:\.\d+\..+)?|llm\.(?:input|output)_messages\..+"
+    r"|gen_ai\.(?:(?:system|user|assistant|tool)\.message|choice|content\.(?:prompt|completion))"
+)
 _SPAN_KEYS = ("name", "status")
+_OTHER = "other messages"  # key of the name of such an attribute or event
 _RESOURCES = {"resourceSpans": ("scopeSpans", "spans"), "resourceLogs": ("scopeLogs", "logRecords")}
 
 
@@ -61,7 +71,12 @@ def _expand(rows: Iterator[FileRow]) -> Iterator[LogRow]:
             continue
         for span in spans:
             attributes = span["attributes"]
-            if attributes.get("gen_ai.operation.name") not in _CALLS or not _is_model_call(attributes):
+            other = span.pop(_OTHER, None)
+            if other is not None and not any(attributes.get(key) for key in (_INPUT, _OUTPUT)):
+                reason = f"messages in {other}, which is not read; record them in {_INPUT} and {_OUTPUT}"
+                place = f"attributes.{other}" if other in attributes else "attributes"
+                yield line, RowError(place, "message_shape", reason)
+            elif attributes.get("gen_ai.operation.name") not in _CALLS or not _is_model_call(attributes):
                 yield line, LeftOut("span_left_out")
             elif not any(attributes.get(key) for key in (_INPUT, _OUTPUT)):
                 yield line, LeftOut("span_without_content")
@@ -75,17 +90,26 @@ def _is_model_call(attributes: dict[str, Any]) -> bool:
 
 def _iter_spans(resources: Any, scopes: str, spans: str) -> Iterator[dict[str, Any]]:
     for resource in resources:
+        require_read_keys(resource, ("resource", scopes, "schemaUrl"), "document")
         for scope in resource.get(scopes) or []:
+            require_read_keys(scope, ("scope", spans, "schemaUrl"), "document")
             for span in scope.get(spans) or []:
                 attributes = _read_attributes(span.get("attributes"))
+                names = [*attributes, str(span.get("eventName")), str(attributes.get("event.name"))]
                 for event in span.get("events") or []:
+                    names.append(str(event.get("name")))
                     if event.get("name") == _DETAILS:
                         attributes = _read_attributes(event.get("attributes")) | attributes
-                yield {key: span[key] for key in _SPAN_KEYS if key in span} | {"attributes": attributes}
+                kept = {key: span[key] for key in _SPAN_KEYS if key in span} | {"attributes": attributes}
+                other = next((name for name in names if _OTHER_MESSAGES.fullmatch(name)), None)
+                yield kept if other is None else {**kept, _OTHER: other}
 
 
 def _read_attributes(attributes: Any) -> dict[str, Any]:
-    return {item["key"]: _read_value(item["value"]) for item in attributes or []}
+    read = {item["key"]: _read_value(item["value"]) for item in attributes or []}
+    if not all(isinstance(key, str) for key in read):
+        raise TypeError("a key that is no string")
+    return read
 
 
 def _read_value(value: dict[str, Any]) -> Any:
@@ -143,8 +167,12 @@ def _require_success(status: Any, attributes: dict[str, Any], builder: RowBuilde
     reasons = attributes.get(_ENDED)
     listed = peek(reasons) or [reasons]
     for reason in listed if isinstance(listed, list) else [listed]:
-        if reason not in _FINISHED:
+        if not _is_finished(reason):
             builder.reject_answer(f"attributes.{_ENDED}", f"{describe_value(reason)}: {_CUT_OFF}")
+
+
+def _is_finished(reason: Any) -> bool:
+    return reason is None or (isinstance(reason, str) and reason.lower() in _FINISHED)
 
 
 def _decode(value: Any, pointer: str, builder: RowBuilder) -> Any:
@@ -169,7 +197,7 @@ def _add_message(message: Any, is_answer: bool, at: str, system: str | None, bui
         raise RowError(at, "message_shape", reason)
     builder.note_unread(message, ("role", "parts", "finish_reason", "name"), at)
     role = message.get("role")
-    if is_answer and message.get("finish_reason") not in _FINISHED:
+    if is_answer and not _is_finished(message.get("finish_reason")):
         builder.reject_answer(f"{at}.finish_reason", f"{describe_value(message['finish_reason'])}: {_CUT_OFF}")
     match role:
         case "assistant":
@@ -178,6 +206,9 @@ def _add_message(message: Any, is_answer: bool, at: str, system: str | None, bui
             texts: list[str] = []
             for i, part in enumerate(message["parts"]):
                 where = f"{at}.parts[{i}]"
+                if _type_of(part) == "tool_call_response" and texts:
+                    reason = "a result after text of the same message; results come first"
+                    raise RowError(where, "result_without_call", reason)
                 if _type_of(part) == "tool_call_response":
                     _add_result(part, where, builder)
                 elif role == "tool":

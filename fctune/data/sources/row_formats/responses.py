@@ -73,6 +73,9 @@ def read_responses(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     """Read a request with its response, if the row has one."""
     exchange = open_exchange(row, _COLUMNS, builder, _GYM if _GYM in row else "request")
     request, response = exchange.request, exchange.response
+    if request.get("object") == "response" and not request.get("input"):
+        reason = "a response without the input of its request, so that no question is in the row"
+        raise RowError(join(exchange.at, "input"), "history_missing", reason)
     if isinstance(response, dict):  # it repeats what the request says, which a log may not hold
         request = {key: response[key] for key in ("instructions", "tools") if response.get(key)} | {
             key: value for key, value in request.items() if value not in (None, "", [])
