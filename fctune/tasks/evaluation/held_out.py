@@ -109,6 +109,17 @@ def iter_training_rows(run: Path) -> Iterator[Conversation]:
                 yield from _iter_rows(source, held_out)
 
 
+def iter_rows_of(paths: Iterable[str], run: Path | None) -> Iterator[Conversation]:
+    """Yield the conversations of sources, without those that a run wrote as held-out cases.
+
+    Raises:
+        DataError: A source cannot be read.
+    """
+    held_out = frozenset[str]() if run is None else _read_held_out(run)
+    for path in paths:
+        yield from _iter_rows(_Source(path), held_out)
+
+
 def find_run(path: Path) -> Path | None:
     """Return the run that a model or adapter directory is from, or None."""
     path = path.resolve()
