@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 from fctune.apps.tune.progress import RUN, Progress
 from fctune.base.errors import ConfigError, DataError, Interrupted
 from fctune.base.terminal import Terminal, escape_controls
-from fctune.cli.data_rows import add_format_argument, add_selection_arguments, list_sources, read_columns
+from fctune.cli.data_rows import (
+    add_format_argument,
+    add_selection_arguments,
+    list_sources,
+    read_columns,
+    repeat_reading_options,
+)
 from fctune.cli.parser import is_override
 from fctune.config.intervals import format_count, format_duration
 from fctune.config.sections.data import REDACT_KINDS, SourceConfig
@@ -117,12 +123,16 @@ def sort_words(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     """Sort ``key=value`` words, which argparse leaves after options, into ``settings``; others are wrong usage."""
     words = [*arguments.settings, *rest]
     unknown = [word for word in words if not is_override(word)]
-    arguments.settings = [word for word in (*arguments.data, *words) if is_override(word)]
+    tools = list(map(str, arguments.tools))
+    arguments.settings = [word for word in (*arguments.data, *tools, *words) if is_override(word)]
     arguments.data = [word for word in arguments.data if not is_override(word)]
+    arguments.tools = [Path(word) for word in tools if not is_override(word)]
     if unknown:
         arguments.command_parser.report_unknown(unknown)
     if not arguments.data:
         arguments.command_parser.error("argument --data: expected at least one PATH")
+    if tools and not arguments.tools:
+        arguments.command_parser.error("argument --tools: expected at least one FILE")
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -192,7 +202,7 @@ class _Tune:
         self.model: str = arguments.model or _TINY
         self.console = Terminal(highlight=False, soft_wrap=True, markup=False)
         self.sources = list_sources(arguments, arguments.data)
-        self.options = RowOptions(arguments.clean, arguments.tools, arguments.cases)
+        self.options = RowOptions(arguments.clean, arguments.tools, arguments.cases, repeat_reading_options(arguments))
 
     def say(self, line: str = "", style: str | None = None) -> None:
         """Print a line."""

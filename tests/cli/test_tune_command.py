@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -358,6 +359,24 @@ def test_rows_of_an_agent_get_the_tools_that_are_named(
         assert {name: known[name]["type"] for name in found} == {name: found[name]["type"] for name in found}
     assert main([*following.split(), "--out", "out", "--plan-only"]) == 0
     assert load_run_config("out/tune.yaml").data.sources[0].path == "out/rows/1.jsonl"
+
+
+def test_the_commands_that_are_named_read_the_rows_in_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ["question,function,arguments"]
+    lines += [f'Play song {i} now,play,"{{""song"": ""{i}""}}"' for i in range(30)]
+    (tmp_path / "my rows.csv").write_text("\n".join(lines) + "\n")
+    columns = ["--columns", "question=query,function=tool", "--where", "characters > 3"]
+    assert main(["tune", "--data", "my rows.csv", "--out", "out", *columns]) == 2
+    draft, check = re.findall(r"`fctune (data .*?)`", capsys.readouterr().err)
+    assert main(shlex.split(draft)) == 0
+    (following,) = re.findall(r"Then: fctune (tune .*)", capsys.readouterr().out)
+    assert main(shlex.split(check)) == 1
+    assert "call_without_tools" in capsys.readouterr().out
+    assert main([*shlex.split(following), "epochs=2", "--out", "out", "--plan-only"]) == 0
+    assert load_run_config("out/tune.yaml").epochs == 2
 
 
 def test_a_model_that_does_not_fit_or_lacks_a_template_or_is_gated_is_refused_before_training(
