@@ -179,8 +179,8 @@ def _list_sources(data: Mapping[str, Any]) -> list[_Source]:
 def _read_held_out(run: Path) -> frozenset[str]:
     """Return the digests of the held-out rows that the run wrote as cases."""
     try:
-        lines = (run / HELD_OUT_FILE).read_text(encoding="utf-8").splitlines()
-        return frozenset(json.loads(line)["id"] for line in lines)
+        with open(run / HELD_OUT_FILE, encoding="utf-8") as lines:  # splitlines would also split at U+2028 in texts
+            return frozenset(json.loads(line)["id"] for line in lines)
     except (OSError, ValueError, KeyError, TypeError):
         return frozenset()
 

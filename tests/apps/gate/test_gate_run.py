@@ -201,7 +201,8 @@ def test_named_rows_are_searched_to_the_end_and_without_those_that_the_run_held_
     unknown = TrainingHistory("rows", None, (str(rows),))
     assert unknown.find_cases(cases)[0] == [case.id for case in cases]
     run.mkdir()
-    (run / "held_out.jsonl").write_text("".join(json.dumps({"id": case.id}) + "\n" for case in cases[:4]))
+    held_out = [json.dumps({"id": case.id, "text": "a\u2028b"}, ensure_ascii=False) for case in cases[:4]]
+    (run / "held_out.jsonl").write_text("\n".join(held_out) + "\n", encoding="utf-8")
     (run / "run.json").write_text(json.dumps({"config": {"data": {"sources": [{"path": str(rows)}]}}}))
     known = find_history(str(run), [str(rows)])
     assert known is not None
