@@ -227,8 +227,7 @@ class _Tune:
             return code
         found["gate"] = self._do("gate", self._judge, self.out / _GATE / "gate.json")
         self._do("report", self._report, self.out / _PAGE)
-        self._print_next(found["gate"])
-        return int(found["gate"]["is_blocked"])
+        return self._print_next(found["gate"])
 
     def _do(self, step: str, action: Callable[[], dict[str, Any]], output: Path | None = None) -> dict[str, Any]:
         """Return what a step found: now, or when it was done, if its output is still there."""
@@ -591,8 +590,10 @@ class _Tune:
         self.say(f"  page: {page}")
         return {}
 
-    def _print_next(self, judged: dict[str, Any]) -> None:
-        """Print the verdict and the commands that come next."""
+    def _print_next(self, judged: dict[str, Any]) -> int:
+        """Print the verdict and the commands that come next; returns the exit code."""
+        from fctune.runs.release import read_mark
+
         run = shlex.quote(str(self.out / RUN))
         verdict = judged["verdict"]
         meaning = {
@@ -604,11 +605,17 @@ class _Tune:
         self.say(
             f"verdict: {verdict} ({meaning})", {"safe": "bold green", "worse": "bold red"}.get(verdict, "bold yellow")
         )
-        if not judged["is_blocked"]:
+        later = None if judged["is_blocked"] else read_mark(self.out / RUN)
+        if later is not None:
+            titles = ", ".join(f"{line['title']} ({line['verdict']})" for line in later)
+            self.say(f"stopped since then by fctune gate, so serve and push refuse the result: {titles}", "bold red")
+        is_blocked = bool(judged["is_blocked"]) or later is not None
+        if not is_blocked:
             self.say(f"try it:       fctune chat {run}")
             self.say(f"serve it:     fctune serve {run}")
             self.say(f"publish it:   fctune push {run} OWNER/NAME")
         self.say(f"train again:  fctune train {shlex.quote(str(self.out / _CONFIG))} output_dir=ANOTHER")
+        return int(is_blocked)
 
     def _command(self) -> str:
         from fctune.runs.directory import find_typed_command

@@ -19,6 +19,7 @@ from fctune.base.gpus import GIB, GPUS
 from fctune.cli import main
 from fctune.data.synthetic import iter_conversations
 from fctune.models.run_config import load_run_config
+from fctune.runs.release import mark_not_released, remove_mark
 from tests.cli.processes import wait_until
 from tests.conftest import ROOT, TINY_BASE
 from tests.warm_interpreter import warm_python
@@ -177,6 +178,23 @@ def test_a_step_whose_output_is_gone_is_repeated(
     output = capsys.readouterr().out
     assert "train: out/run/export is gone; trained again" in output
     assert [line.partition(":")[0] for line in output.splitlines() if line.endswith("not repeated")] == STEPS[:3]
+
+
+def test_a_result_that_a_later_gate_stopped_is_not_offered(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
+    if tuned.code:
+        pytest.skip("the gate of this tune stopped it already")
+    run = tuned.folder / "out" / "run"
+    mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse"}], run / "gate.json")
+    try:
+        assert main(tuned.command) == 1
+        output = capsys.readouterr().out
+        assert "stopped since then by fctune gate, so serve and push refuse the result: instructions (worse)" in output
+        assert "serve it:" not in output
+    finally:
+        remove_mark(run)
 
 
 def test_before_training_the_plan_follows_the_machine_and_the_settings(
