@@ -20,6 +20,7 @@ from fctune.cli.data_rows import (
     read_augment,
     read_columns,
     read_selection,
+    repeat_reading_options,
     to_redact_kinds,
 )
 from fctune.cli.files import write_file
@@ -244,9 +245,10 @@ def _draft_tools(arguments: argparse.Namespace) -> int:
     write_file(arguments.out, "--out", lambda: json.dumps(drafts, indent=2, ensure_ascii=False) + "\n")
     console, names = Terminal(highlight=False, markup=False), [draft["function"]["name"] for draft in drafts]
     console.print(f"{format_count(len(drafts), 'tool')} in {arguments.out}: {', '.join(names)}", soft_wrap=True)
+    tune = ["fctune", "tune", "--data", *arguments.paths, *repeat_reading_options(arguments)]
     console.print(
         "Drafts: add the descriptions that the agent had, which the model reads, and correct types and required "
-        f"parameters. Then: fctune tune --data {shlex.join(arguments.paths)} --tools {shlex.quote(str(arguments.out))}",
+        f"parameters. Then: {shlex.join([*tune, '--tools', str(arguments.out)])}",
         soft_wrap=True,
     )
     return 0

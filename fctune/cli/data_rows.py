@@ -87,6 +87,16 @@ def read_selection(arguments: argparse.Namespace) -> Selection:
     return Selection(arguments.where, arguments.failed, arguments.wrong_turns)
 
 
+def repeat_reading_options(arguments: argparse.Namespace) -> list[str]:
+    """Return the options of ``add_format_argument`` and ``add_selection_arguments`` that differ from the defaults."""
+    (source,) = list_sources(arguments, ["-"])
+    columns = ",".join(f"{own}={name}" for own, name in source.columns.items())
+    given = {"--format": source.format, "--columns": columns, "--fold": source.fold, "--where": source.where}
+    given |= {"--failed": source.failed, "--wrong-turns": source.wrong_turns}
+    usual = {"--format": "auto", "--fold": "auto", "--failed": "drop", "--wrong-turns": "context"}
+    return [word for option, value in given.items() if value not in ("", usual.get(option)) for word in (option, value)]
+
+
 def list_sources(arguments: argparse.Namespace, paths: Sequence[str]) -> list[SourceConfig]:
     """Return the sources of a command with ``add_format_argument`` and ``add_selection_arguments``, as in a config."""
     columns, where = read_columns(arguments), " and ".join(map(str, arguments.where))

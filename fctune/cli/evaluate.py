@@ -289,9 +289,10 @@ def _warn_of_unparsed_calls(console: Console, rows: list[Row], summary: dict[str
     broken = {name: sum(bool(one.malformed) for one in found) for name, found in read.items()}
     if any(whole.values()) and not any(row["calls"] for row in rows):
         matching = [name for name, count in whole.items() if count]
+        option = f"--format {matching[0]}" if len(matching) == 1 else "that of the model's template with --format"
         message = (
             f"The server sent no calls, only text that can be parsed as calls in {', '.join(matching)}: "
-            f"pass --format {matching[0]}, or start the server with its tool-call parser."
+            f"pass {option}, or start the server with its tool-call parser."
         )
     elif most := max(broken.values()):
         matching = [name for name, count in broken.items() if count == most]

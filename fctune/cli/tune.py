@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 from fctune.apps.tune.progress import RUN, Progress
 from fctune.base.errors import ConfigError, DataError, Interrupted
 from fctune.base.terminal import Terminal, escape_controls
-from fctune.cli.data_rows import add_format_argument, add_selection_arguments, list_sources, read_columns
+from fctune.cli.data_rows import (
+    add_format_argument,
+    add_selection_arguments,
+    list_sources,
+    read_columns,
+    repeat_reading_options,
+)
 from fctune.cli.parser import is_override
 from fctune.config.intervals import format_count, format_duration
 from fctune.config.sections.data import REDACT_KINDS, SourceConfig
@@ -117,12 +123,16 @@ def sort_words(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     """Sort ``key=value`` words, which argparse leaves after options, into ``settings``; others are wrong usage."""
     words = [*arguments.settings, *rest]
     unknown = [word for word in words if not is_override(word)]
-    arguments.settings = [word for word in (*arguments.data, *words) if is_override(word)]
+    tools = list(map(str, arguments.tools))
+    arguments.settings = [word for word in (*arguments.data, *tools, *words) if is_override(word)]
     arguments.data = [word for word in arguments.data if not is_override(word)]
+    arguments.tools = [Path(word) for word in tools if not is_override(word)]
     if unknown:
         arguments.command_parser.report_unknown(unknown)
     if not arguments.data:
         arguments.command_parser.error("argument --data: expected at least one PATH")
+    if tools and not arguments.tools:
+        arguments.command_parser.error("argument --tools: expected at least one FILE")
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -192,7 +202,7 @@ class _Tune:
         self.model: str = arguments.model or _TINY
         self.console = Terminal(highlight=False, soft_wrap=True, markup=False)
         self.sources = list_sources(arguments, arguments.data)
-        self.options = RowOptions(arguments.clean, arguments.tools, arguments.cases)
+        self.options = RowOptions(arguments.clean, arguments.tools, arguments.cases, repeat_reading_options(arguments))
 
     def say(self, line: str = "", style: str | None = None) -> None:
         """Print a line."""
@@ -217,8 +227,7 @@ class _Tune:
             return code
         found["gate"] = self._do("gate", self._judge, self.out / _GATE / "gate.json")
         self._do("report", self._report, self.out / _PAGE)
-        self._print_next(found["gate"])
-        return int(found["gate"]["is_blocked"])
+        return self._print_next(found["gate"])
 
     def _do(self, step: str, action: Callable[[], dict[str, Any]], output: Path | None = None) -> dict[str, Any]:
         """Return what a step found: now, or when it was done, if its output is still there."""
@@ -581,8 +590,10 @@ class _Tune:
         self.say(f"  page: {page}")
         return {}
 
-    def _print_next(self, judged: dict[str, Any]) -> None:
-        """Print the verdict and the commands that come next."""
+    def _print_next(self, judged: dict[str, Any]) -> int:
+        """Print the verdict and the commands that come next; returns the exit code."""
+        from fctune.runs.release import read_mark
+
         run = shlex.quote(str(self.out / RUN))
         verdict = judged["verdict"]
         meaning = {
@@ -594,11 +605,17 @@ class _Tune:
         self.say(
             f"verdict: {verdict} ({meaning})", {"safe": "bold green", "worse": "bold red"}.get(verdict, "bold yellow")
         )
-        if not judged["is_blocked"]:
+        later = None if judged["is_blocked"] else read_mark(self.out / RUN)
+        if later is not None:
+            titles = ", ".join(f"{line['title']} ({line['verdict']})" for line in later)
+            self.say(f"stopped since then by fctune gate, so serve and push refuse the result: {titles}", "bold red")
+        is_blocked = bool(judged["is_blocked"]) or later is not None
+        if not is_blocked:
             self.say(f"try it:       fctune chat {run}")
             self.say(f"serve it:     fctune serve {run}")
             self.say(f"publish it:   fctune push {run} OWNER/NAME")
         self.say(f"train again:  fctune train {shlex.quote(str(self.out / _CONFIG))} output_dir=ANOTHER")
+        return int(is_blocked)
 
     def _command(self) -> str:
         from fctune.runs.directory import find_typed_command

@@ -80,4 +80,7 @@ def test_attributes_and_modules_are_looked_up_in_named_places_only() -> None:
         ("tasks/benchmarks/bfcl/multi_turn.py", "import_module"),
         ("calls/discovery.py", "import_module"),
         ("data/sources/row_formats/registry.py", "import_module"),
+        # Names written there, and nowhere else.
+        ("calls/response_template.py", "getattr"),
+        ("tasks/benchmarks/ifeval/checkers.py", "import_module"),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from fctune.base.gpus import GIB, GPUS
 from fctune.cli import main
 from fctune.data.synthetic import iter_conversations
 from fctune.models.run_config import load_run_config
+from fctune.runs.release import mark_not_released, remove_mark
 from tests.cli.processes import wait_until
 from tests.conftest import ROOT, TINY_BASE
 from tests.warm_interpreter import warm_python
@@ -176,6 +178,23 @@ def test_a_step_whose_output_is_gone_is_repeated(
     output = capsys.readouterr().out
     assert "train: out/run/export is gone; trained again" in output
     assert [line.partition(":")[0] for line in output.splitlines() if line.endswith("not repeated")] == STEPS[:3]
+
+
+def test_a_result_that_a_later_gate_stopped_is_not_offered(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
+    if tuned.code:
+        pytest.skip("the gate of this tune stopped it already")
+    run = tuned.folder / "out" / "run"
+    mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse"}], run / "gate.json")
+    try:
+        assert main(tuned.command) == 1
+        output = capsys.readouterr().out
+        assert "stopped since then by fctune gate, so serve and push refuse the result: instructions (worse)" in output
+        assert "serve it:" not in output
+    finally:
+        remove_mark(run)
 
 
 def test_before_training_the_plan_follows_the_machine_and_the_settings(
@@ -358,6 +377,24 @@ def test_rows_of_an_agent_get_the_tools_that_are_named(
         assert {name: known[name]["type"] for name in found} == {name: found[name]["type"] for name in found}
     assert main([*following.split(), "--out", "out", "--plan-only"]) == 0
     assert load_run_config("out/tune.yaml").data.sources[0].path == "out/rows/1.jsonl"
+
+
+def test_the_commands_that_are_named_read_the_rows_in_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ["question,function,arguments"]
+    lines += [f'Play song {i} now,play,"{{""song"": ""{i}""}}"' for i in range(30)]
+    (tmp_path / "my rows.csv").write_text("\n".join(lines) + "\n")
+    columns = ["--columns", "question=query,function=tool", "--where", "characters > 3"]
+    assert main(["tune", "--data", "my rows.csv", "--out", "out", *columns]) == 2
+    draft, check = re.findall(r"`fctune (data .*?)`", capsys.readouterr().err)
+    assert main(shlex.split(draft)) == 0
+    (following,) = re.findall(r"Then: fctune (tune .*)", capsys.readouterr().out)
+    assert main(shlex.split(check)) == 1
+    assert "call_without_tools" in capsys.readouterr().out
+    assert main([*shlex.split(following), "epochs=2", "--out", "out", "--plan-only"]) == 0
+    assert load_run_config("out/tune.yaml").epochs == 2
 
 
 def test_a_model_that_does_not_fit_or_lacks_a_template_or_is_gated_is_refused_before_training(

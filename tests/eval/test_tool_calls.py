@@ -214,7 +214,8 @@ def test_calls_that_a_server_leaves_in_the_text_are_pointed_out(
 ) -> None:
     with serve(lambda h, n, b: oracle(h, n, b, is_native=False)) as log:
         assert tool_calls.main(["--model", log.url, "--suite", "smoke", "--out", str(tmp_path / "o.jsonl")]) == 0
-    assert "can be parsed as calls in hermes" in capsys.readouterr().out.replace("\n", " ")
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "can be parsed as calls in ernie45, hermes: pass that of the model's template with --format" in said
 
 
 def test_broken_calls_that_a_server_sends_as_text_are_counted(

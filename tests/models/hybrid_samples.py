@@ -87,15 +87,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 4,
         },
     ),
-    "minimax": (
-        "MiniMaxLightningAttention",
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "block_size": 8,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-    ),
 }
 
 

@@ -16,10 +16,8 @@ from fctune.config.sections.data import AUGMENT_KINDS
 from fctune.data.check.overlap import OverlapIndex
 from fctune.data.check.similarity import WordHasher
 from fctune.data.conversation import Conversation
-from fctune.data.sources import read_source
-from fctune.data.sources.defects import Defect
 from fctune.runs.directory import RunFiles
-from fctune.tasks.evaluation.held_out import QuestionSearch, find_leaks, find_run, iter_training_rows
+from fctune.tasks.evaluation.held_out import QuestionSearch, find_leaks, find_run, iter_rows_of, iter_training_rows
 from fctune.tasks.task import AnyCase
 
 _MAX_ROWS = 100_000  # that are profiled and compared by words; more take minutes
@@ -112,12 +110,10 @@ class TrainingHistory:
         return self.config.get("output_dir")
 
     def iter_rows(self) -> Iterator[Conversation]:
-        """Yield the first rows, without those that the run holds out."""
+        """Yield the rows, without those that the run holds out."""
         if self.rows or self.run is None:
-            read = (row for path in self.rows for row in read_source(path))
-            yield from islice((row for row in read if not isinstance(row, Defect)), _MAX_ROWS)
-        else:
-            yield from islice(iter_training_rows(self.run), _MAX_ROWS)
+            return iter_rows_of(self.rows, self.run)
+        return iter_training_rows(self.run)
 
     def find_cases(self, cases: Sequence[AnyCase]) -> tuple[list[str], int, dict[str, str]]:
         """Look for cases in the rows.
@@ -135,10 +131,11 @@ class TrainingHistory:
             index = OverlapIndex("", "eval", WordHasher(), questions)
         except DataError:  # all are too short to be compared
             index = None
-        for row in self.iter_rows():
+        compared = None if self.rows else _MAX_ROWS  # named rows are all searched, as those of a run are above
+        for number, row in enumerate(islice(self.iter_rows(), compared)):
             if self.rows:
                 found |= search.find(row.messages)
-            if index is not None:
+            if index is not None and number < _MAX_ROWS:
                 index.add(row)
         similar = index.overlap.num_found if index is not None else 0
         return [case.id for case in cases if case.id in found], max(0, similar - len(found)), unread
@@ -150,7 +147,7 @@ class TrainingHistory:
         shares = {kind: parse_share(given[kind]) for kind in AUGMENT_KINDS if kind in given}
         rate = (self.config.get("optimizer") or {}).get("lr")
         profile = RowProfile(self.source, shares, bool(data.get("replay")), rate)
-        for row in self.iter_rows():
+        for row in islice(self.iter_rows(), _MAX_ROWS):
             profile.add(row)
         return profile
 

@@ -90,13 +90,15 @@ class GateModel:
         from fctune.tasks.evaluation.run import run_suite  # imports torch
 
         engine, call_format = self.open(config)
-        cases = len(suite.all_cases)
-        log(f"{self.side}: {suite.name}, {format_count(cases, 'case')}")
+        results = ResultsFile(folder / f"{self.side}.{suite.name}.jsonl")
+        kept = 0 if is_fresh else results.count()
+        before = f", {kept:,} of them answered before" if kept else ""
+        log(f"{self.side}: {suite.name}, {format_count(len(suite.all_cases), 'case')}{before}")
         rows = run_suite(
             suite,
             engine,
             suite.call_format or call_format,
-            ResultsFile(folder / f"{self.side}.{suite.name}.jsonl"),
+            results,
             max_new_tokens=max(config.max_new_tokens, suite.max_new_tokens or 0),
             num_at_once=4 * _CONCURRENCY if self.has_server else config.batch_size,
             is_fresh=is_fresh,

@@ -35,11 +35,13 @@ class RowOptions:
         clean: Unusable rows to leave out (``invalid``), and kinds of secrets to replace.
         tools: Files of tools for rows that name none.
         cases: File of held-out cases; None: some rows are held out.
+        reading: Words of the command on how the rows are read, such as ``--columns``, for commands that are named.
     """
 
     clean: Sequence[str] = ()
     tools: Sequence[Path] = field(default_factory=tuple)
     cases: str | None = None
+    reading: Sequence[str] = ()
 
 
 def add_tools(
@@ -165,16 +167,17 @@ def require_trainable(report: Report, options: RowOptions) -> None:
     """
     paths = [source.path for source in report.sources]
     names = ", ".join(paths)
+    read_as_here = shlex.join([*paths, *(() if options.tools else options.reading)])
     if report.errors:
         raise DataError("\n".join(report.errors))
     if report.defects and "invalid" not in options.clean:
         hint = ""
         if any(defects.kind == "call_without_tools" for defects in report.defect_kinds) and not options.tools:
-            command = f"fctune data tools {shlex.join(paths)} --out tools.json"
+            command = f"fctune data tools {read_as_here} --out tools.json"
             hint = f", name the agent's tools with --tools FILE (`{command}` drafts them from the calls)"
         raise DataError(
             f"{names}: {report.defects:,} of {format_count(report.rows, 'row')} cannot be trained on (above). Correct "
-            f"them{hint}, or add --clean to leave them out; `fctune data check {shlex.join(paths)}` lists all of them."
+            f"them{hint}, or add --clean to leave them out; `fctune data check {read_as_here}` lists all of them."
         )
     if not report.calls:
         raise DataError(

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from fctune.base.errors import ConfigError, DataError
 from fctune.base.files import write_atomically
 from fctune.config.conditions import parse_conditions
-from fctune.config.sections.data import DataConfig, Fold, SourceConfig
+from fctune.config.sections.data import DataConfig, Fold, RedactConfig, SourceConfig
 from fctune.config.sections.rollouts import ENVIRONMENT, RECORDED
 from fctune.data.conversation import Conversation, Message
 from fctune.data.prepared_set import PreparedSet
@@ -23,6 +23,7 @@ from fctune.data.sources import DEFAULT_SELECTION, Selection, scan_source
 from fctune.data.sources.columns import Columns
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
+from fctune.data.sources.row_builder import ParsedRow
 from fctune.runs.directory import RunFiles
 from fctune.tasks.suite_files import load_suite
 from fctune.tasks.task import AnyCase, Case
@@ -109,6 +110,17 @@ def iter_training_rows(run: Path) -> Iterator[Conversation]:
                 yield from _iter_rows(source, held_out)
 
 
+def iter_rows_of(paths: Iterable[str], run: Path | None) -> Iterator[Conversation]:
+    """Yield the conversations of sources, without those that a run wrote as held-out cases.
+
+    Raises:
+        DataError: A source cannot be read.
+    """
+    held_out = frozenset[str]() if run is None else _read_held_out(run)
+    for path in paths:
+        yield from _iter_rows(_Source(path), held_out)
+
+
 def find_run(path: Path) -> Path | None:
     """Return the run that a model or adapter directory is from, or None."""
     path = path.resolve()
@@ -124,6 +136,7 @@ class _Source(NamedTuple):
     columns: Columns | None = None
     fold: Fold = "auto"
     selection: Selection = DEFAULT_SELECTION
+    redact: RedactConfig | None = None  # of a run that replaces secrets
 
 
 def _read_sources(run: Path) -> list[_Source]:
@@ -146,6 +159,7 @@ def _read_sources(run: Path) -> list[_Source]:
 def _list_sources(data: Mapping[str, Any]) -> list[_Source]:
     """Return the sources of a config's ``data`` section."""
     kind: Literal["rows", "pairs"] = "pairs" if data.get("pairs") else "rows"
+    redact = RedactConfig(**(data.get("redact") or {})) if data.get("secrets") == "redact" else None
     replayed = (data.get("replay") or {}).get("sources", ())
     return [
         _Source(
@@ -159,6 +173,7 @@ def _list_sources(data: Mapping[str, Any]) -> list[_Source]:
                 source.get("failed", "keep"),
                 source.get("wrong_turns", "train"),
             ),
+            redact,
         )
         for source in (*data["sources"], *replayed)
         if source["path"]
@@ -168,8 +183,8 @@ def _list_sources(data: Mapping[str, Any]) -> list[_Source]:
 def _read_held_out(run: Path) -> frozenset[str]:
     """Return the digests of the held-out rows that the run wrote as cases."""
     try:
-        lines = (run / HELD_OUT_FILE).read_text(encoding="utf-8").splitlines()
-        return frozenset(json.loads(line)["id"] for line in lines)
+        with open(run / HELD_OUT_FILE, encoding="utf-8") as lines:  # splitlines would also split at U+2028 in texts
+            return frozenset(json.loads(line)["id"] for line in lines)
     except (OSError, ValueError, KeyError, TypeError):
         return frozenset()
 
@@ -186,14 +201,22 @@ def _iter_messages(source: _Source, held_out: frozenset[str]) -> Iterator[Iterab
             if isinstance(pair := reader.read(row), Pair):
                 yield from ((*pair.prompt.messages, *answer.messages) for answer in pair.answers)
     else:
-        yield from (conversation.messages for conversation in _iter_rows(source, held_out))
+        redactor = None if source.redact is None else Redactor(source.redact)
+        for parsed in _parse_rows(source, held_out):
+            yield parsed.conversation.messages
+            if redactor is not None:  # cases of the run have its placeholders, those of users may have the secrets
+                yield redactor.redact(parsed)[0].conversation.messages
 
 
 def _iter_rows(source: _Source, held_out: frozenset[str]) -> Iterator[Conversation]:
+    return (row.conversation for row in _parse_rows(source, held_out))
+
+
+def _parse_rows(source: _Source, held_out: frozenset[str]) -> Iterator[ParsedRow]:
     selection = source.selection
     parsed = parse_source(source.path, source.row_format, source.columns, fold=source.fold, selection=selection)
     rows = (row for row in parsed if not isinstance(row, Defect))
-    yield from (row.conversation for row in rows if not held_out or row.digest() not in held_out)
+    yield from (row for row in rows if not held_out or row.digest() not in held_out)
 
 
 def read_questions(messages: Iterable[Message]) -> tuple[str, ...]:

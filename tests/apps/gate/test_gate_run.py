@@ -12,12 +12,17 @@ from xml.etree import ElementTree
 import pytest
 
 from fctune.apps.gate import GateReport, run_gate
+from fctune.apps.gate.history import TrainingHistory, find_history
 from fctune.base.errors import ConfigError, DataError
 from fctune.cli import main
 from fctune.cli.gate import print_report
 from fctune.cli.tables import make_console
 from fctune.config.sections.gate import GateConfig
+from fctune.data.sources.reader import parse_source
+from fctune.data.sources.row_builder import ParsedRow
+from fctune.data.synthetic import iter_conversations
 from fctune.runs.release import mark_not_released, read_mark, remove_mark
+from fctune.tasks.task import Case
 from tests.apps.gate.rule_server import Calls, serve_rule, write_cases
 from tests.engines.fault_server import Handler, serve
 from tests.tasks.benchmarks.when2call.when2call_rows import ROWS, write_rows
@@ -78,7 +83,9 @@ def test_a_second_gate_asks_nothing_again_and_other_settings_are_named(
         config = GateConfig(benchmarks=[], max_cases=20)
         first = run_gate(base.url, tuned.url, tmp_path, cases=cases, config=config, **QUIET)
         asked = len(base.bodies), len(tuned.bodies)
-        again = run_gate(base.url, tuned.url, tmp_path, cases=cases, config=config, **QUIET)
+        lines: list[str] = []
+        again = run_gate(base.url, tuned.url, tmp_path, cases=cases, config=config, log=lines.append)
+        assert "40 of them answered before" in lines[0], "the server may have another model by now"
         assert (len(base.bodies), len(tuned.bodies)) == asked
         assert again.to_json() == first.to_json()
         other = GateConfig(benchmarks=[], max_cases=20, max_new_tokens=99)
@@ -181,6 +188,25 @@ def test_a_held_out_set_in_the_training_rows_is_refused_by_name(
     ):
         run_gate(server.url, f"{server.url}/v1", tmp_path, cases=cases, rows=[str(trained)], config=config, **QUIET)
     assert not server.bodies, "nothing is asked before"
+
+
+def test_named_rows_are_searched_to_the_end_and_without_those_that_the_run_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows.write_text("".join(json.dumps(row.to_openai()) + "\n" for row in iter_conversations("varied", 12, 3)))
+    parsed = [row for row in parse_source(str(rows)) if isinstance(row, ParsedRow)]
+    cases = [Case(row.digest(), "all", row.conversation, ()) for row in parsed]
+    monkeypatch.setattr("fctune.apps.gate.history._MAX_ROWS", 5)
+    unknown = TrainingHistory("rows", None, (str(rows),))
+    assert unknown.find_cases(cases)[0] == [case.id for case in cases]
+    run.mkdir()
+    held_out = [json.dumps({"id": case.id, "text": "a\u2028b"}, ensure_ascii=False) for case in cases[:4]]
+    (run / "held_out.jsonl").write_text("\n".join(held_out) + "\n", encoding="utf-8")
+    (run / "run.json").write_text(json.dumps({"config": {"data": {"sources": [{"path": str(rows)}]}}}))
+    known = find_history(str(run), [str(rows)])
+    assert known is not None
+    assert known.find_cases(cases)[0] == [case.id for case in cases[4:]]
 
 
 def test_a_folder_of_other_results_is_an_error_and_no_reason_to_leave_a_benchmark_out(

@@ -118,7 +118,7 @@ def test_an_unsupported_model_on_the_hub_is_reported_by_its_hub_name(
         code, _, err = run(capsys, "model.path=hf:some/model@main")
         server.shutdown()
     assert code == 2
-    assert err.startswith("hf:some/model/config.json: model_type='mamba' has no num_attention_heads")
+    assert err.startswith("hf:some/model/config.json: model_type='mamba' has layers without attention only")
 
 
 def test_output_and_exit_code_say_if_the_run_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,13 @@ from eval import tool_calls
 from fctune.base.errors import DataError
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.prepared_set import prepare
+from fctune.data.redaction import Redactor
+from fctune.data.sources.reader import parse_source
+from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.synthetic import iter_cases
-from fctune.tasks.evaluation.held_out import HELD_OUT_FILE, find_leaks, write_held_out_cases
+from fctune.tasks.evaluation.held_out import HELD_OUT_FILE, find_asked, find_leaks, write_held_out_cases
 from fctune.tasks.suite_files import load_suite
+from fctune.tasks.task import Case
 
 WriteRows = Callable[..., Path]
 
@@ -116,3 +121,20 @@ def test_held_out_rows_that_a_run_wrote_as_cases_are_not_in_its_training_data(ti
     leaks = find_leaks(suite.all_cases, run)
     assert leaks is not None
     assert len(leaks.case_ids) == len(suite.cases)
+
+
+def test_cases_with_placeholders_are_found_in_rows_with_the_secrets(tmp_path: Path) -> None:
+    question = {"role": "user", "content": "Upload it with AKIA" + "IOSFODNN7EXAMPLA"}
+    row = {"messages": [question, {"role": "assistant", "content": "Done."}]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    config = DataConfig(sources=[SourceConfig(path=str(path))], secrets="redact")
+    (parsed,) = parse_source(str(path))
+    assert isinstance(parsed, ParsedRow)
+    redacted, _ = Redactor(config.redact).redact(parsed)
+    cases = [
+        Case(name, "all", replace(found.conversation, messages=found.conversation.messages[:1]), ())
+        for name, found in (("placeholder", redacted), ("secret", parsed))
+    ]
+    assert cases[0].prompt != cases[1].prompt
+    assert find_asked(cases, config) == ("placeholder", "secret")

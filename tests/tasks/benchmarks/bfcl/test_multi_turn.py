@@ -431,7 +431,7 @@ def test_the_verdicts_of_the_results_are_those_of_the_summary(tmp_path: Path) ->
         judgement, _ = judge_row(cases[row["id"]], row)
         assert (judgement.outcome.verdict, list(judgement.differences)) == (row["verdict"], row["differences"])
         assert judgement.benchmark is not None
-        assert judgement.benchmark._asdict() == row["bfcl"]
+        assert judgement.benchmark.to_plain() == row["bfcl"]
     summary = summarise_run(suite, rows[1:], {})
     assert sum(score["n"] for score in summary["scores"].values()) == len(rows) == summary["num_cases"]
     right = sum(row["verdict"] == "correct" for row in rows[1:])
