@@ -11,7 +11,10 @@ from torch.utils._pytree import tree_map
 
 
 class CudaShapeRules(TorchDispatchMode):
-    """Repeats the scaled and grouped products of a CPU run with fake CUDA tensors, whose kernels check their inputs."""
+    """Repeats the scaled and grouped products of a CPU run with fake CUDA tensors, whose kernels check their inputs.
+
+    The scaled ones are computed in float32: some CPUs take seconds for one in float8.
+    """
 
     operators = (torch.ops.aten._scaled_mm.default, torch.ops.aten._grouped_mm.default)
 
@@ -26,7 +29,23 @@ class CudaShapeRules(TorchDispatchMode):
             self.shapes.append((tuple(args[0].shape), tuple(args[1].shape)))
             with FakeTensorMode():
                 function(*tree_map(_to_fake_cuda, args), **tree_map(_to_fake_cuda, kwargs or {}))
+        if function is torch.ops.aten._scaled_mm.default:
+            return _multiply(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
+
+
+def _multiply(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    assert bias is None and scale_result is None
+    return ((left.float() * scale_a) @ (right.float() * scale_b)).to(out_dtype or left.dtype)
 
 
 def _to_fake_cuda(value: Any) -> Any:

@@ -155,10 +155,14 @@ def count_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def use_float8_matmuls_(model: CausalLM) -> None:
+def use_float8_matmuls_(model: CausalLM, is_emulated: bool = False) -> None:
     """Make the linears of the blocks multiply in float8 with dynamic scales, one per tensor, in place.
 
     The head keeps its precision, because the loss is most sensitive to it.
+
+    Args:
+        model: Model whose blocks are changed.
+        is_emulated: Round to float8, but multiply in a wider type: for CPUs. Some take seconds for one float8 product.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -166,4 +170,4 @@ def use_float8_matmuls_(model: CausalLM) -> None:
         return is_linear(module) and all(size % 16 == 0 for size in module.get_parameter("weight").shape)
 
     for block in model.blocks:
-        convert_to_float8_training(block, config=Float8LinearConfig(), module_filter_fn=fits)
+        convert_to_float8_training(block, config=Float8LinearConfig(emulate=is_emulated), module_filter_fn=fits)

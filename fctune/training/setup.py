@@ -146,7 +146,7 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
 
     model, attention = distributed.run_on_all_ranks(build)
     if precision.has_float8_matmuls:
-        use_float8_matmuls_(model)
+        use_float8_matmuls_(model, is_emulated=device.type == "cpu")
         if not config.compile and world.is_main:
             logger.warning("precision=%s without compile=true is slower than bfloat16", config.precision)
     logger.info("attention: %s", attention)

@@ -8,7 +8,7 @@ that the agent had (``--tools``).
 from __future__ import annotations
 
 import hashlib
-import pickle
+import json
 import re
 import tempfile
 from array import array
@@ -126,7 +126,7 @@ class _Tree:
         uuid, parent = _digest(event["uuid"]), event.get("parentUuid")
         self.lines.append(line)
         with self._full_disk_as_error():
-            self._store.write(pickle.dumps(event, pickle.HIGHEST_PROTOCOL))
+            self._store.write(json.dumps(event, separators=(",", ":")).encode())
         self._ends.append(self._store.tell())
         self._sessions.append(session)
         self._parents.append(_digest(parent) if isinstance(parent, str) else 0)
@@ -168,7 +168,7 @@ class _Tree:
     def load(self, number: int) -> Event:
         """Return an event."""
         self._store.seek(self._ends[number])
-        event: Event = pickle.loads(self._store.read(self._ends[number + 1] - self._ends[number]))
+        event: Event = json.loads(self._store.read(self._ends[number + 1] - self._ends[number]))
         return event
 
     def close(self) -> None:
