@@ -44,7 +44,8 @@ def _multiply(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    assert bias is None and scale_result is None
+    assert bias is None
+    assert scale_result is None
     return ((left.float() * scale_a) @ (right.float() * scale_b)).to(out_dtype or left.dtype)
 
 
