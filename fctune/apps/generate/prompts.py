@@ -13,7 +13,7 @@ from fctune.base.json_reader import ParseError, decode_json
 from fctune.calls.tool_calls import read_tool_calls
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
-VERSION = 2
+VERSION = 3
 """Changes with the prompts, so that a run that began with others is not resumed."""
 
 # The calls come before the request because a request that is written to known values states them.
@@ -29,7 +29,10 @@ Rules:
 times in full, never "tomorrow". Make up plausible, varied values.
 - Keep the calls and values that you are given, and make up what is missing. Leave out other optional arguments.
 - The user does not know the functions: never mention their names, "function", "tool", "call" or parameter names.
-- If you cannot write it, answer {"refuse": "the reason"}."""
+- If you cannot write it, answer {"refuse": "the reason"}.
+For example, with a library's functions and the call renew_loan of card L-5521 for 14 days:
+{"turns": [{"steps": [[{"name": "renew_loan", "arguments": {"card": "L-5521", "days": 14}}]], "request": "Hi, could \
+you extend the books on card L-5521 by 14 days, please?"}]}"""
 
 _KIND_RULES = {
     "one_call": "One message that needs exactly one call, of {targets}.",
@@ -65,7 +68,10 @@ Functions:
 {tools}
 
 Answer with one JSON object and nothing else: {{"calls": [{{"name": "function", "arguments": {{}}}}]}} to call \
-functions, whose results are sent to you, or {{"say": "your words to the user"}} to call nothing."""
+functions, whose results are sent to you, or {{"say": "your words to the user"}} to call nothing. For example, with a \
+library's functions: "Could you extend the books on card L-5521 by 14 days?" is answered by {{"calls": [{{"name": \
+"renew_loan", "arguments": {{"card": "L-5521", "days": 14}}}}]}}, and "Extend my books by 14 days." by {{"say": "Which \
+library card are they on?"}}"""
 
 _SIMULATOR = """\
 You play the backend of functions. You are given the functions, a conversation and its last calls. Answer with one \
