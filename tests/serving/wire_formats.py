@@ -88,6 +88,12 @@ _PARAMETERS = """{%- for key, value in arguments.items() -%}
     {{- '</PREFIXparameter>\\n' -}}
 {%- endfor -%}"""
 _INVOKE = "{{- '<PREFIXinvoke name=\"' + name + '\">\\n' -}}" + _PARAMETERS + "EMPTY{{- '</PREFIXinvoke>\\n' -}}"
+_UNTYPED_INVOKE = _INVOKE.replace("PREFIX", "").replace("TYPE", "").replace("EMPTY", "")
+_SEED_CALL = """{{- ('' if loop.first else '\\n') + '<seed:tool_call>\\n<function=' + name + '>\\n' -}}
+{%- for key, value in arguments.items() -%}
+    {{- '<parameter=' + key + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' -}}
+{%- endfor -%}
+{{- '</function>\\n</seed:tool_call>' -}}"""
 _DSML_TYPE = "' + (' string=\"true\"' if value is string else ' string=\"false\"') + '"
 
 
@@ -125,6 +131,11 @@ def _dsml(block: str, space: str = "") -> WireFormat:
 def _deepseek(call: str) -> WireFormat:
     marks = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
     return WireFormat((f"'{marks[0]}'", call, f"'{marks[1]}'"), (*marks, "<｜tool▁sep｜>"))
+
+
+def _tagged_json(tag: str, *tokens: str) -> WireFormat:
+    call = f"{{{{- ('' if loop.first else '\\n') + '<{tag}>\\n' -}}}}{_JSON}{{{{- '\\n</{tag}>' -}}}}"
+    return WireFormat(("''", call, "''"), (f"<{tag}>", f"</{tag}>", *tokens))
 
 
 _KIMI = (
@@ -233,11 +244,27 @@ WIRE_FORMATS: dict[str, WireFormat] = {
     "minimax_m2": WireFormat(
         (
             "'<minimax:tool_call>\\n'",
-            _INVOKE.replace("PREFIX", "").replace("TYPE", "").replace("EMPTY", ""),
+            _UNTYPED_INVOKE,
             "'</minimax:tool_call>'",
         ),
         ("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
+    "dots": WireFormat(("'<dots_function_call>\\n'", _UNTYPED_INVOKE, "'</dots_function_call>'")),
+    "seed_oss": WireFormat(
+        ("''", _SEED_CALL, "''"), ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>")
+    ),
+    "apertus": WireFormat(
+        (
+            "'<|tools_prefix|>['",
+            "{{- ('' if loop.first else ', ') + '{' + name | tojson + ': ' + arguments | tojson + '}' -}}",
+            "']<|tools_suffix|>'",
+        ),
+        ("<|tools_prefix|>", "<|tools_suffix|>"),
+    ),
+    "jamba": WireFormat(("'<tool_calls>['", _LIST, "']</tool_calls>'"), ("<tool_calls>", "</tool_calls>")),
+    "hunyuan_a13b": WireFormat(("'<tool_calls>['", _LIST, "']</tool_calls>'")),
+    "ernie45": _tagged_json("tool_call", "<response>", "</response>", "<think>", "</think>"),
+    "longcat": _tagged_json("longcat_tool_call"),
     "deepseek_v31": _deepseek(
         "{{- '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments | tojson + '<｜tool▁call▁end｜>' -}}"
     ),
