@@ -74,7 +74,7 @@ _FRAME = """{#- call_format: @NAME -#}
             @CALL
         {%- endfor -%}
         {{- @CLOSING -}}
-    {%- else -%}{{- message.content -}}
+    {%- else -%}{{- @ANSWER -}}
     {%- endif -%}
     {{- '<|eot_id|>' -}}
 {%- endfor -%}
@@ -91,7 +91,7 @@ _INVOKE = "{{- '<PREFIXinvoke name=\"' + name + '\">\\n' -}}" + _PARAMETERS + "E
 _UNTYPED_INVOKE = _INVOKE.replace("PREFIX", "").replace("TYPE", "").replace("EMPTY", "")
 _SEED_CALL = """{{- ('' if loop.first else '\\n') + '<seed:tool_call>\\n<function=' + name + '>\\n' -}}
 {%- for key, value in arguments.items() -%}
-    {{- '<parameter=' + key + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' -}}
+    {{- '<parameter=' + key + '>' + (value if value is string else value | string) + '</parameter>\\n' -}}
 {%- endfor -%}
 {{- '</function>\\n</seed:tool_call>' -}}"""
 _DSML_TYPE = "' + (' string=\"true\"' if value is string else ' string=\"false\"') + '"
@@ -108,12 +108,14 @@ class WireFormat:
         unread: What vLLM 0.32's parser does not read as written: reasons by question and ``whole`` or ``streamed``.
         forced: Why ``tool_choice`` of ``required`` or of a function does not give the calls that the model learned;
             None if it does.
+        answer: Jinja's code of the content of a message without calls, in the frame.
     """
 
     template: str | tuple[str, str, str]
     tokens: tuple[str, ...] = ()
     unread: dict[tuple[str, str], str] = field(default_factory=dict)
     forced: str | None = None
+    answer: str = "message.content"
 
 
 def _unread(
@@ -133,9 +135,8 @@ def _deepseek(call: str) -> WireFormat:
     return WireFormat((f"'{marks[0]}'", call, f"'{marks[1]}'"), (*marks, "<｜tool▁sep｜>"))
 
 
-def _tagged_json(tag: str, *tokens: str) -> WireFormat:
-    call = f"{{{{- ('' if loop.first else '\\n') + '<{tag}>\\n' -}}}}{_JSON}{{{{- '\\n</{tag}>' -}}}}"
-    return WireFormat(("''", call, "''"), (f"<{tag}>", f"</{tag}>", *tokens))
+def _tagged_json(tag: str) -> tuple[str, str, str]:
+    return "''", f"{{{{- ('' if loop.first else '\\n') + '<{tag}>\\n' -}}}}{_JSON}{{{{- '\\n</{tag}>' -}}}}", "''"
 
 
 _KIMI = (
@@ -251,7 +252,9 @@ WIRE_FORMATS: dict[str, WireFormat] = {
     ),
     "dots": WireFormat(("'<dots_function_call>\\n'", _UNTYPED_INVOKE, "'</dots_function_call>'")),
     "seed_oss": WireFormat(
-        ("''", _SEED_CALL, "''"), ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>")
+        ("''", _SEED_CALL, "''"),
+        ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
+        _unread("it keeps a list in Python's notation as text", ["Plan a tour"]),
     ),
     "apertus": WireFormat(
         (
@@ -260,11 +263,25 @@ WIRE_FORMATS: dict[str, WireFormat] = {
             "']<|tools_suffix|>'",
         ),
         ("<|tools_prefix|>", "<|tools_suffix|>"),
+        forced=_FORCED_LIST,
     ),
-    "jamba": WireFormat(("'<tool_calls>['", _LIST, "']</tool_calls>'"), ("<tool_calls>", "</tool_calls>")),
-    "hunyuan_a13b": WireFormat(("'<tool_calls>['", _LIST, "']</tool_calls>'")),
-    "ernie45": _tagged_json("tool_call", "<response>", "</response>", "<think>", "</think>"),
-    "longcat": _tagged_json("longcat_tool_call"),
+    "jamba": WireFormat(
+        ("'<tool_calls>['", _LIST, "']</tool_calls>'"),
+        ("<tool_calls>", "</tool_calls>"),
+        _unread("it may lose a closing quote before the next argument", [SINGLE, PARALLEL, "Plan a tour"], ["streamed"])
+        | _NO_ARGUMENTS,
+    ),
+    "hunyuan_a13b": WireFormat(
+        ("'<tool_calls>['", _LIST, "']</tool_calls>'"),
+        unread=_unread("it streams the opening tag as content", CALLING, ["streamed"]),
+    ),
+    "ernie45": WireFormat(
+        _tagged_json("tool_call"),
+        ("<tool_call>", "</tool_call>", "<response>", "</response>", "<think>", "</think>"),
+        _unread("it keeps the tags of an answer", ["Good morning"], ["whole"]),
+        answer="message.content if message.role == 'user' else '<response>\\n' + message.content + '\\n</response>'",
+    ),
+    "longcat": WireFormat(_tagged_json("longcat_tool_call"), ("<longcat_tool_call>", "</longcat_tool_call>")),
     "deepseek_v31": _deepseek(
         "{{- '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments | tojson + '<｜tool▁call▁end｜>' -}}"
     ),
@@ -280,10 +297,10 @@ WIRE_FORMATS: dict[str, WireFormat] = {
 
 def read_template(name: str) -> str:
     """Return the chat template of a format's tiny model."""
-    template = WIRE_FORMATS[name].template
+    wire, template = WIRE_FORMATS[name], WIRE_FORMATS[name].template
     if isinstance(template, tuple):
         opening, call, closing = template
-        parts = {"@NAME": name, "@OPENING": opening, "@CALL": call, "@CLOSING": closing}
+        parts = {"@NAME": name, "@OPENING": opening, "@CALL": call, "@CLOSING": closing, "@ANSWER": wire.answer}
         source = _FRAME
         for part, code in parts.items():
             source = source.replace(part, code)
