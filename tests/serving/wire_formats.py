@@ -255,6 +255,7 @@ WIRE_FORMATS: dict[str, WireFormat] = {
         ("''", _SEED_CALL, "''"),
         ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
         _unread("it keeps a list in Python's notation as text", ["Plan a tour"]),
+        _FORCED_LIST,
     ),
     "apertus": WireFormat(
         (
@@ -270,15 +271,18 @@ WIRE_FORMATS: dict[str, WireFormat] = {
         ("<tool_calls>", "</tool_calls>"),
         _unread("it may lose a closing quote before the next argument", [SINGLE, PARALLEL, "Plan a tour"], ["streamed"])
         | _NO_ARGUMENTS,
+        _FORCED_LIST,
     ),
     "hunyuan_a13b": WireFormat(
         ("'<tool_calls>['", _LIST, "']</tool_calls>'"),
         unread=_unread("it streams the opening tag as content", CALLING, ["streamed"]),
+        forced="it forces JSON without the tags that the model learned",
     ),
     "ernie45": WireFormat(
         _tagged_json("tool_call"),
         ("<tool_call>", "</tool_call>", "<response>", "</response>", "<think>", "</think>"),
         _unread("it keeps the tags of an answer", ["Good morning"], ["whole"]),
+        _FORCED_LIST,
         answer="message.content if message.role == 'user' else '<response>\\n' + message.content + '\\n</response>'",
     ),
     "longcat": WireFormat(_tagged_json("longcat_tool_call"), ("<longcat_tool_call>", "</longcat_tool_call>")),
