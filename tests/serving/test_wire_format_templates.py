@@ -13,7 +13,7 @@ from tests.serving.wire_formats import ANSWERS, TOOL_OBJECTS, WIRE_FORMATS, read
 # vLLM reads gpt_oss from the ids of a vocabulary that its parser downloads.
 NOT_SERVED = {"gpt_oss"}
 # Their templates spell some values differently from ``render``; both are read as the same calls.
-SPELLED_OTHERWISE = {"qwen3_coder", "lfm", "muse", "pythonic", "llama3_json"}
+SPELLED_OTHERWISE = {"qwen3_coder", "lfm", "muse", "pythonic", "llama3_json", "seed_oss"}
 
 
 def test_every_format_with_a_parser_in_vllm_has_a_model() -> None:

@@ -74,7 +74,7 @@ _FRAME = """{#- call_format: @NAME -#}
             @CALL
         {%- endfor -%}
         {{- @CLOSING -}}
-    {%- else -%}{{- message.content -}}
+    {%- else -%}{{- @ANSWER -}}
     {%- endif -%}
     {{- '<|eot_id|>' -}}
 {%- endfor -%}
@@ -88,6 +88,12 @@ _PARAMETERS = """{%- for key, value in arguments.items() -%}
     {{- '</PREFIXparameter>\\n' -}}
 {%- endfor -%}"""
 _INVOKE = "{{- '<PREFIXinvoke name=\"' + name + '\">\\n' -}}" + _PARAMETERS + "EMPTY{{- '</PREFIXinvoke>\\n' -}}"
+_UNTYPED_INVOKE = _INVOKE.replace("PREFIX", "").replace("TYPE", "").replace("EMPTY", "")
+_SEED_CALL = """{{- ('' if loop.first else '\\n') + '<seed:tool_call>\\n<function=' + name + '>\\n' -}}
+{%- for key, value in arguments.items() -%}
+    {{- '<parameter=' + key + '>' + (value if value is string else value | string) + '</parameter>\\n' -}}
+{%- endfor -%}
+{{- '</function>\\n</seed:tool_call>' -}}"""
 _DSML_TYPE = "' + (' string=\"true\"' if value is string else ' string=\"false\"') + '"
 
 
@@ -102,12 +108,14 @@ class WireFormat:
         unread: What vLLM 0.32's parser does not read as written: reasons by question and ``whole`` or ``streamed``.
         forced: Why ``tool_choice`` of ``required`` or of a function does not give the calls that the model learned;
             None if it does.
+        answer: Jinja's code of the content of a message without calls, in the frame.
     """
 
     template: str | tuple[str, str, str]
     tokens: tuple[str, ...] = ()
     unread: dict[tuple[str, str], str] = field(default_factory=dict)
     forced: str | None = None
+    answer: str = "message.content"
 
 
 def _unread(
@@ -125,6 +133,10 @@ def _dsml(block: str, space: str = "") -> WireFormat:
 def _deepseek(call: str) -> WireFormat:
     marks = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
     return WireFormat((f"'{marks[0]}'", call, f"'{marks[1]}'"), (*marks, "<｜tool▁sep｜>"))
+
+
+def _tagged_json(tag: str) -> tuple[str, str, str]:
+    return "''", f"{{{{- ('' if loop.first else '\\n') + '<{tag}>\\n' -}}}}{_JSON}{{{{- '\\n</{tag}>' -}}}}", "''"
 
 
 _KIMI = (
@@ -233,11 +245,47 @@ WIRE_FORMATS: dict[str, WireFormat] = {
     "minimax_m2": WireFormat(
         (
             "'<minimax:tool_call>\\n'",
-            _INVOKE.replace("PREFIX", "").replace("TYPE", "").replace("EMPTY", ""),
+            _UNTYPED_INVOKE,
             "'</minimax:tool_call>'",
         ),
         ("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
+    "dots": WireFormat(("'<dots_function_call>\\n'", _UNTYPED_INVOKE, "'</dots_function_call>'")),
+    "seed_oss": WireFormat(
+        ("''", _SEED_CALL, "''"),
+        ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
+        _unread("it keeps a list in Python's notation as text", ["Plan a tour"]),
+        _FORCED_LIST,
+    ),
+    "apertus": WireFormat(
+        (
+            "'<|tools_prefix|>['",
+            "{{- ('' if loop.first else ', ') + '{' + name | tojson + ': ' + arguments | tojson + '}' -}}",
+            "']<|tools_suffix|>'",
+        ),
+        ("<|tools_prefix|>", "<|tools_suffix|>"),
+        forced=_FORCED_LIST,
+    ),
+    "jamba": WireFormat(
+        ("'<tool_calls>['", _LIST, "']</tool_calls>'"),
+        ("<tool_calls>", "</tool_calls>"),
+        _unread("it may lose a closing quote before the next argument", [SINGLE, PARALLEL, "Plan a tour"], ["streamed"])
+        | _NO_ARGUMENTS,
+        _FORCED_LIST,
+    ),
+    "hunyuan_a13b": WireFormat(
+        ("'<tool_calls>['", _LIST, "']</tool_calls>'"),
+        unread=_unread("it streams the opening tag as content", CALLING, ["streamed"]),
+        forced="it forces JSON without the tags that the model learned",
+    ),
+    "ernie45": WireFormat(
+        _tagged_json("tool_call"),
+        ("<tool_call>", "</tool_call>", "<response>", "</response>", "<think>", "</think>"),
+        _unread("it keeps the tags of an answer", ["Good morning"], ["whole"]),
+        _FORCED_LIST,
+        answer="message.content if message.role == 'user' else '<response>\\n' + message.content + '\\n</response>'",
+    ),
+    "longcat": WireFormat(_tagged_json("longcat_tool_call"), ("<longcat_tool_call>", "</longcat_tool_call>")),
     "deepseek_v31": _deepseek(
         "{{- '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments | tojson + '<｜tool▁call▁end｜>' -}}"
     ),
@@ -253,10 +301,10 @@ WIRE_FORMATS: dict[str, WireFormat] = {
 
 def read_template(name: str) -> str:
     """Return the chat template of a format's tiny model."""
-    template = WIRE_FORMATS[name].template
+    wire, template = WIRE_FORMATS[name], WIRE_FORMATS[name].template
     if isinstance(template, tuple):
         opening, call, closing = template
-        parts = {"@NAME": name, "@OPENING": opening, "@CALL": call, "@CLOSING": closing}
+        parts = {"@NAME": name, "@OPENING": opening, "@CALL": call, "@CLOSING": closing, "@ANSWER": wire.answer}
         source = _FRAME
         for part, code in parts.items():
             source = source.replace(part, code)
