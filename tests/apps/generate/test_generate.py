@@ -172,12 +172,14 @@ def test_what_goes_wrong_is_counted_by_its_kind(
     # Answers are asked for twice: the third is the first one to the second request.
     teacher = Teacher(spoil(kind, 4 if kind != "answer" else 7, answer))
     with serve_teacher(teacher) as log:
-        options = ["--kinds", "one_call", "--judge", log.url, "--timeout", "1", "--concurrency", "1"]
+        # A loaded machine answers late, too.
+        timeout = "1" if dropped == "no_answer" else "30"
+        options = ["--kinds", "one_call", "--judge", log.url, "--timeout", timeout, "--concurrency", "1"]
         assert generate(log.url, tools, out, *options, num=8) == 0
     summary = read_summary(out)
     assert summary["kept"] == 8
     assert summary["dropped"].pop(dropped) >= 1
-    assert set(summary["dropped"]) <= {"disagreement"}
+    assert set(summary["dropped"]) <= {"disagreement", *(["judge_failed"] if dropped == "no_answer" else [])}
 
 
 def test_answers_that_differ_are_dropped_though_the_first_is_right(tools: Path, tmp_path: Path) -> None:
