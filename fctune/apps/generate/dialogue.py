@@ -163,20 +163,22 @@ class _Dialogue:
             for call, result in zip(calls, self._find_results(calls), strict=True):
                 self._add(Message("tool", to_encodable(result), call_id=call.id, name=call.name))
         # What is said after results is worded once; whether a first answer calls anything is voted on.
-        said = self._vote((), has_arguments=True, num_votes=1 if turn.steps else self._writer.votes)
+        said = self._vote((), has_arguments=True, is_after_results=bool(turn.steps))
         self._add(Message("assistant", to_encodable(said.prose.strip())))
 
-    def _vote(self, intended: Sequence[Call], has_arguments: bool, num_votes: int | None = None) -> Parsed:
+    def _vote(self, intended: Sequence[Call], has_arguments: bool, is_after_results: bool = False) -> Parsed:
         """Return the first of several answers, which agree with each other and with what was intended.
 
         Args:
             intended: The calls that are due; none: a text is.
             has_arguments: Their arguments are known; otherwise only their names are.
-            num_votes: Number of answers; None: as many as the writer asks for.
+            is_after_results: The text that ends a turn with calls, of which one answer is enough.
         """
         first: Parsed | None = None
-        for _ in range(num_votes or self._writer.votes):
-            answer = self._writer.teacher.answer(ANSWERER, self._row, self._next_seed(), self._outcome.usage)
+        for _ in range(1 if is_after_results else self._writer.votes):
+            answer = self._writer.teacher.answer(
+                ANSWERER, self._row, self._next_seed(), self._outcome.usage, words_only=is_after_results
+            )
             self._check(answer.calls)
             if first is None:
                 _compare(intended, answer.calls, has_arguments)

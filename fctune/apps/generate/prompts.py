@@ -160,10 +160,13 @@ def results_schema(num_calls: int) -> dict[str, Any]:
     return {"anyOf": [_object_of(results=_list_of({}, num_calls, num_calls)), _object_of(refuse={"type": "string"})]}
 
 
-def as_json_question(system: str, row: Conversation) -> tuple[tuple[Message, ...], dict[str, Any]]:
+def as_json_question(
+    system: str, row: Conversation, words_only: bool = False
+) -> tuple[tuple[Message, ...], dict[str, Any]]:
     """Return a row as a prompt whose answer is a JSON object of calls or of words, and the schema of that object.
 
-    It serves teachers that write JSON but have no call format that their server parses.
+    It serves teachers that write JSON but have no call format that their server parses. With ``words_only``, the schema
+    has no calls.
     """
     messages = [Message("system", system + _JSON_ANSWERER.format(tools=_show_tools(row.tools)))]
     results: list[str] = []
@@ -184,7 +187,8 @@ def as_json_question(system: str, row: Conversation) -> tuple[tuple[Message, ...
     if results:
         messages.append(Message("user", f"Results: {json.dumps(results, ensure_ascii=False)}"))
     calls = _list_of({"anyOf": [_call_schema(tool) for tool in row.tools]}, 1, 8)
-    return tuple(messages), {"anyOf": [_object_of(calls=calls), _object_of(say={"type": "string"})]}
+    words = _object_of(say={"type": "string"})
+    return tuple(messages), words if words_only else {"anyOf": [_object_of(calls=calls), words]}
 
 
 def read_json_answer(text: str) -> tuple[list[Any], str]:

@@ -171,15 +171,17 @@ class Asker:
         answer = self._request(Conversation(tuple(messages)), schema, seed, usage)
         return answer.reasoning.blank(answer.text) if answer.reasoning is not None else answer.text
 
-    def answer(self, system: str, row: Conversation, seed: int, usage: Usage) -> Parsed:
+    def answer(self, system: str, row: Conversation, seed: int, usage: Usage, words_only: bool = False) -> Parsed:
         """Return the calls and the prose of an answer to a row, read strictly; ``system`` is not a part of the row.
+
+        With ``words_only``, a teacher that answers with JSON objects is held to words.
 
         Raises:
             Dropped: There is no complete answer, or the budget is used up.
             UnusableText: It is not the JSON object that was asked for.
         """
         if self._answers_as_json:
-            messages, schema = as_json_question(system, row)
+            messages, schema = as_json_question(system, row, words_only)
             return read_tool_calls(*read_json_answer(self.ask(messages, schema, seed, usage))).strict
         prompt = Conversation((Message("system", system), *row.messages), row.tools)
         answer = self._request(prompt, None, seed, usage)
