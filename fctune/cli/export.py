@@ -18,12 +18,15 @@ def add_commands(commands: Any) -> None:
     export.add_argument(
         "--out", type=Path, metavar="DIR", help="default: gguf, next to the model directory; for hf:NAME, NAME-gguf"
     )
+    export.add_argument("--force", action="store_true", help="convert a model that fctune gate has stopped")
     export.set_defaults(run=_export)
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from fctune.apps.serve.gguf_export import export_gguf
+    from fctune.runs.release import require_released
 
+    require_released(arguments.model, "not converted", arguments.force)
     done = export_gguf(arguments.model, arguments.out, arguments.quantize)
     print(f"{done.path}: {done.path.stat().st_size / 1e6:,.1f} MB")
     print(f"{done.num_checked} of {done.num_checked} prompts are tokenised as in training")

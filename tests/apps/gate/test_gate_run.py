@@ -303,8 +303,9 @@ def test_the_command_blocks_in_process_and_marks_until_a_later_gate_passes(
     assert "blocked" in capsys.readouterr().out
     marked = json.loads((tuned / "not_released").read_text())
     assert {line["verdict"] for line in marked["lines"]} == {"undecided"}
-    for command in (["serve", str(tuned), "--print"], ["push", str(tuned), "me/tuned"]):
-        assert main(command) == 2
+    refused = (["serve", "--print"], ["push", "me/tuned"], ["export", "--to", "gguf"])
+    for name, *options in refused:
+        assert main([name, str(tuned), *options]) == 2
         assert "because the gate stopped it" in capsys.readouterr().err
     assert main(["serve", str(tuned), "--print", "--force"]) == 0
     assert main(["push", str(tuned), "me/tuned", "--print-card"]) == 0
