@@ -29,10 +29,7 @@ Rules:
 times in full, never "tomorrow". Make up plausible, varied values.
 - Keep the calls and values that you are given, and make up what is missing. Leave out other optional arguments.
 - The user does not know the functions: never mention their names, "function", "tool", "call" or parameter names.
-- If you cannot write it, answer {"refuse": "the reason"}.
-For example, with a library's functions and the call renew_loan of card L-5521 for 14 days:
-{"turns": [{"steps": [[{"name": "renew_loan", "arguments": {"card": "L-5521", "days": 14}}]], "request": "Hi, could \
-you extend the books on card L-5521 by 14 days, please?"}]}"""
+- If you cannot write it, answer {"refuse": "the reason"}."""
 
 _KIND_RULES = {
     "one_call": "One message that needs exactly one call, of {targets}.",
@@ -68,10 +65,7 @@ Functions:
 {tools}
 
 Answer with one JSON object and nothing else: {{"calls": [{{"name": "function", "arguments": {{}}}}]}} to call \
-functions, whose results are sent to you, or {{"say": "your words to the user"}} to call nothing. For example, with a \
-library's functions: "Could you extend the books on card L-5521 by 14 days?" is answered by {{"calls": [{{"name": \
-"renew_loan", "arguments": {{"card": "L-5521", "days": 14}}}}]}}, and "Extend my books by 14 days." by {{"say": "Which \
-library card are they on?"}}"""
+functions, whose results are sent to you, or {{"say": "your words to the user"}} to call nothing."""
 
 _SIMULATOR = """\
 You play the backend of functions. You are given the functions, a conversation and its last calls. Answer with one \
