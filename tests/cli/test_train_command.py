@@ -42,7 +42,8 @@ def start(folder: Path, *arguments: str, command: tuple[str, ...] = ()) -> subpr
 
 
 def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = start(tmp_path, "max_steps=20", "checkpoint.every=0", command=("nohup", sys.executable))
+    # A stop is asked for with a file, which is looked for about once a second; short steps take 60 ms.
+    process = start(tmp_path, "max_steps=60", "checkpoint.every=0", command=("nohup", sys.executable))
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, 240)
     process.send_signal(signal.SIGHUP)  # its terminal closes, which nohup makes it ignore
@@ -55,11 +56,11 @@ def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path, m
     assert ended["reason"].startswith(f"stopped by Ctrl-C after step {ended['step']}; checkpoint saved")
     assert (tmp_path / ended["checkpoint"]).is_dir()
 
-    process = start(tmp_path, "max_steps=20", "checkpoint.every=0")
+    process = start(tmp_path, "max_steps=60", "checkpoint.every=0")
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 21))
+    assert steps == list(range(1, 61))
     assert (tmp_path / "run" / "export" / "merged" / "model.safetensors").is_file()
 
     found = json.loads((tmp_path / "run" / "run.json").read_text())["response_template"]
