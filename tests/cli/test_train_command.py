@@ -42,7 +42,7 @@ def start(folder: Path, *arguments: str, command: tuple[str, ...] = ()) -> subpr
 
 
 def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A stop is asked for with a file, which is looked for about once a second; short steps take 60 ms.
+    # A stop is asked for with a file, which is looked for every two seconds; a step takes 60 ms.
     process = start(tmp_path, "max_steps=60", "checkpoint.every=0", command=("nohup", sys.executable))
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, 240)
