@@ -79,7 +79,7 @@ def make_app() -> Any:
 
 
 def main() -> None:
-    """Serve until interrupted."""
+    """Serve the harbour office on the port of the command line until interrupted."""
     parser = argparse.ArgumentParser(description="An MCP server of a harbour office")
     parser.add_argument("--port", type=int, default=8123)
     uvicorn.run(make_app(), host="127.0.0.1", port=parser.parse_args().port, log_level="warning")

@@ -508,8 +508,7 @@ def _make_cases(arguments: argparse.Namespace) -> int:
     for counted in describe_left_out(made.left_out):
         console.print(f"skipped {counted}", soft_wrap=True)
     if made.secrets.kinds:
-        hint = "" if redact is not None else "; --redact replaces them"
-        console.print(made.secrets.describe(redact is not None) + hint, soft_wrap=True)
+        console.print(made.secrets.describe_with_option(redact is not None), soft_wrap=True)
     return 0
 
 

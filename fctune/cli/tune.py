@@ -205,7 +205,7 @@ class _Tune:
         self.options = RowOptions(arguments.clean, arguments.tools, arguments.cases, repeat_reading_options(arguments))
 
     def say(self, line: str = "", style: str | None = None) -> None:
-        """Print a line."""
+        """Print a line; control characters of rows and paths are escaped."""
         self.console.print(escape_controls(line), style=style)
 
     def run(self) -> int:

@@ -138,9 +138,7 @@ class ConversionReport:
                 "  `fctune data check` shows them; --drop KIND,... leaves rows with these kinds of warnings out"
             )
         if self.secrets.kinds:
-            lines.append(
-                self.secrets.describe(self.is_redacted) + ("" if self.is_redacted else "; --redact replaces them")
-            )
+            lines.append(self.secrets.describe_with_option(self.is_redacted))
         lines.append("Nothing was written." if out is None else f"{format_count(self.converted, 'row')} in {out}")
         return lines
 

@@ -555,6 +555,10 @@ class SecretCounts:
             text += " replaced by placeholders"
         return text + (f"; {format_count(self.turns, 'turn')} with placeholders not supervised" if self.turns else "")
 
+    def describe_with_option(self, is_redacted: bool) -> str:
+        """Return ``describe`` for commands that have ``--redact``, which is named where nothing was replaced."""
+        return self.describe(is_redacted) + ("" if is_redacted else "; --redact replaces them")
+
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SecretCounts:
         """Return the counts that ``to_json`` wrote."""

@@ -48,7 +48,7 @@ class RowProfile:
     tool_sets: Counter[frozenset[str]] = field(default_factory=Counter)
 
     def add(self, row: Conversation) -> None:
-        """Count a row."""
+        """Count a row, its properties and the tools that it offers."""
         self.num_rows += 1
         answers = [message for message in row.messages if message.role == "assistant"]
         has_calls = any(message.calls for message in answers)

@@ -20,7 +20,7 @@ _ANSWERS_PER_TURN = 4  # of a multi-turn case, when the budget is planned
 
 @dataclass
 class Plan:
-    """What is asked.
+    """The cases that a gate asks of base and result, and what it leaves out with the reasons.
 
     Attributes:
         held_out: The held-out cases; None: there are none.

@@ -92,7 +92,7 @@ class Draft:
             self.composition.values.pop(key, None)
 
     def parse(self) -> RunConfig:
-        """Return the config.
+        """Return the run's config with all choices and what the user gave.
 
         Raises:
             ConfigError: Values that the user gave are wrong; all of them.

@@ -90,9 +90,7 @@ class AugmentReport:
             if self.num_skipped > _NUM_SHOWN:
                 lines.append(f"  ... and {self.num_skipped - _NUM_SHOWN:,} more; `fctune data check` lists them")
         if self.secrets.kinds:
-            lines.append(
-                self.secrets.describe(self.is_redacted) + ("" if self.is_redacted else "; --redact replaces them")
-            )
+            lines.append(self.secrets.describe_with_option(self.is_redacted))
         return [*lines, f"{format_count(self.written, 'row')} in {out}"]
 
     def to_json(self) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def send_call(name: str, arguments: dict[str, Any]) -> Any:
         ("write", lambda handler, _: handler.send(200, "{"), "garbage"),
         ("write", lambda handler, _: handler.send(500, "{}"), "server_error"),
         ("write", lambda handler, _: handler.send(429, "{}"), "rate_limited"),
-        ("write", lambda handler, _: time.sleep(1.5), "no_answer"),
+        ("write", lambda handler, _: time.sleep(4), "no_answer"),
         ("answer", send_call("get_weather", {"town": "x"}), "invalid_call"),
         ("answer", send_call("rm_rf", {}), "invalid_call"),
         ("answer", send_text("What is a call?"), "other_calls"),
@@ -173,13 +173,13 @@ def test_what_goes_wrong_is_counted_by_its_kind(
     teacher = Teacher(spoil(kind, 4 if kind != "answer" else 7, answer))
     with serve_teacher(teacher) as log:
         # A loaded machine answers late, too.
-        timeout = "1" if dropped == "no_answer" else "30"
+        timeout = "3" if dropped == "no_answer" else "30"
         options = ["--kinds", "one_call", "--judge", log.url, "--timeout", timeout, "--concurrency", "1"]
         assert generate(log.url, tools, out, *options, num=8) == 0
     summary = read_summary(out)
     assert summary["kept"] == 8
     assert summary["dropped"].pop(dropped) >= 1
-    assert set(summary["dropped"]) <= {"disagreement", *(["judge_failed"] if dropped == "no_answer" else [])}
+    assert set(summary["dropped"]) <= {"disagreement"}
 
 
 def test_answers_that_differ_are_dropped_though_the_first_is_right(tools: Path, tmp_path: Path) -> None:

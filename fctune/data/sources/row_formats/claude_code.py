@@ -172,7 +172,7 @@ class _Tree:
         return event
 
     def close(self) -> None:
-        """Delete the events."""
+        """Delete the temporary file of events."""
         with suppress(OSError):  # of what a full disk has not taken
             self._store.close()
 

@@ -50,7 +50,7 @@ class IfevalCase(AnswerCase):
         return judge_failure(0, reason)._replace(benchmark=verdict)
 
     def describe(self) -> Any:
-        """Return the instructions."""
+        """Return the names of the prompt's instructions and their arguments."""
         return [self.names, [dict(one) for one in self.arguments]]
 
     def _judge(self, followed: Sequence[bool]) -> Judgement:
