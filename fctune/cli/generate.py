@@ -56,6 +56,13 @@ def add_generate(data: Any) -> None:
         + ",".join(f"{kind}={share:.0%}" for kind, share in KINDS.items()).replace("%", "%%"),
     )
     rows.add_argument(
+        "--requests",
+        choices=("written", "drafted"),
+        default="written",
+        help="written: by the teacher. drafted: by this command, from values of the schemas and those that the teacher "
+        "lists; the teacher only rewords them. For weak teachers; default: %(default)s",
+    )
+    rows.add_argument(
         "--max-tools", type=int, default=8, metavar="N", help="most tools on offer in a row; default: %(default)s"
     )
     rows.add_argument("--seed-rows", metavar="PATH", help="rows of yours whose requests are imitated; any source")
@@ -93,7 +100,11 @@ def _add_servers(servers: Any) -> None:
     )
     servers.add_argument("--served-model", metavar="NAME", help="the teacher's name; default: the only one it serves")
     servers.add_argument(
-        "--votes", type=int, default=3, metavar="N", help="answers that must agree; default: %(default)s"
+        "--votes",
+        type=int,
+        default=3,
+        metavar="N",
+        help="answers that must agree; 0 takes the calls of --requests drafted as they are; default: %(default)s",
     )
     servers.add_argument(
         "--judge", metavar="URL", help="second model that reads each row; its key is in FCTUNE_JUDGE_API_KEY"
@@ -148,7 +159,9 @@ def _to_price(text: str) -> tuple[float, float]:
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
-    for name in ("num", "votes", "max_tools", "max_new_tokens", "concurrency", "attempts"):
+    if arguments.votes < (0 if arguments.requests == "drafted" else 1):
+        raise ConfigError(f"--votes {arguments.votes}: expected 1 or more, or 0 with --requests drafted.")
+    for name in ("num", "max_tools", "max_new_tokens", "concurrency", "attempts"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected 1 or more.")
     for name in ("timeout", "max_total_tokens", "max_requests", "max_cost"):
@@ -177,7 +190,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     offered = read_offered_tools(arguments.tools, read_environment().get("FCTUNE_MCP_TOKEN"))
     executed = _choose_executed(arguments.execute, offered)
     examples, held_out = read_examples(arguments.seed_rows), read_held_out(arguments.held_out)
-    planner = Planner(offered.tools, arguments.kinds, arguments.seed, arguments.max_tools, examples)
+    planner = Planner(
+        offered.tools,
+        arguments.kinds,
+        arguments.seed,
+        arguments.max_tools,
+        examples,
+        hides_tools=arguments.requests == "drafted",
+    )
     from fctune.apps.generate.dialogue import HeldOut, Writer
     from fctune.apps.generate.teacher import Budget
 
@@ -259,6 +279,7 @@ def _describe(
         "max_new_tokens": arguments.max_new_tokens,
         "format": arguments.format,
         "answers": arguments.answers,
+        "requests": arguments.requests,
         "max_tools": arguments.max_tools,
         "num_tools": len(planner.tools),
         "tools_and_examples": planner.digest(),
@@ -285,6 +306,7 @@ def _run(
             arguments.num,
             arguments.out,
             concurrency=arguments.concurrency,
+            drafts_requests=arguments.requests == "drafted",
             settings=settings,
             is_fresh=arguments.fresh,
             on_outcome=lambda report: progress.update(task, completed=len(report.kept)) if progress else None,

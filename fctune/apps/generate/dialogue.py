@@ -6,12 +6,14 @@ The row is kept if every answer's calls match their schemas, agree with each oth
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fctune.apps.generate.drafts import Draft, Drafter
 from fctune.apps.generate.plan import RowPlan
 from fctune.apps.generate.prompts import (
     ANSWERER,
@@ -20,19 +22,25 @@ from fctune.apps.generate.prompts import (
     UnusableText,
     ask_for_request,
     ask_for_results,
+    ask_for_rewording,
+    ask_for_values,
     ask_for_verdict,
     read_request,
     read_results,
+    read_rewording,
+    read_values,
     read_verdict,
     request_schema,
     results_schema,
 )
-from fctune.apps.generate.teacher import Asker, Dropped, Usage
+from fctune.apps.generate.teacher import SERVER_FAILURES, Asker, Dropped, Usage
 from fctune.calls.formats.base import Parsed
 from fctune.calls.matching import call_key, describe_differences, is_exact_match
+from fctune.data.augment.spoken import list_properties
+from fctune.data.augment.wordings import TemplateWriter, describe_ability
 from fctune.data.check.overlap import MIN_WORDS, OverlapIndex
 from fctune.data.check.similarity import WordHasher
-from fctune.data.conversation import Call, Conversation, Message, to_encodable
+from fctune.data.conversation import Call, Conversation, Message, Tool, to_encodable
 from fctune.data.conversion import to_openai_row
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import RowReader, UnreadRow
@@ -42,6 +50,11 @@ from fctune.engines.mcp_tools import McpTool, ToolError, call_mcp_tool
 from fctune.tasks.evaluation.held_out import read_questions
 
 _SEED_STEP = 7_919
+_TEMPLATES = TemplateWriter()
+_LISTINGS = 3
+_MAX_FIRST_CALLS = 3
+_MIN_REWORDED_WORDS = 5
+_FEW_VALUES = 8
 
 
 class HeldOut:
@@ -76,10 +89,11 @@ class Writer:
 
     Attributes:
         teacher: Writes and answers.
-        votes: Answers to each message that are compared.
+        votes: Answers to each message that are compared; 0: the calls of drafts are taken as they are.
         judge: Reads complete rows; None: nobody does.
         held_out: Guard against held-out questions.
         executed: Tools that are really called, by name.
+        drafter: Drafts requests, which the teacher rewords; None: the teacher writes them.
     """
 
     teacher: Asker
@@ -87,6 +101,7 @@ class Writer:
     judge: Asker | None = None
     held_out: HeldOut = field(default_factory=lambda: HeldOut({}))
     executed: Mapping[str, McpTool] = field(default_factory=dict)
+    drafter: Drafter | None = None
 
 
 @dataclass(slots=True)
@@ -110,6 +125,40 @@ class Outcome:
     usage: Usage = field(default_factory=Usage)
 
 
+@dataclass(slots=True)
+class ListedValues:
+    """Values of a parameter that the teacher listed.
+
+    Attributes:
+        values: Different valid values.
+        usage: What it took.
+        is_final: They are worth keeping: the server answered.
+    """
+
+    values: list[Any] = field(default_factory=list)
+    usage: Usage = field(default_factory=Usage)
+    is_final: bool = True
+
+
+def list_values(teacher: Asker, seed: int, tool: Tool, parameter: str) -> ListedValues:
+    """Return values that the teacher lists for a parameter, asked again if it lists hardly any."""
+    listed = ListedValues()
+    messages, schema = ask_for_values(tool, parameter)
+    for attempt in range(_LISTINGS):
+        try:
+            text = teacher.ask(messages, schema, (seed + _SEED_STEP * attempt) % 2**31, listed.usage)
+            found = read_values(text, list_properties(tool)[parameter])
+        except UnusableText:
+            continue
+        except Dropped as error:
+            listed.is_final = error.kind not in SERVER_FAILURES | {"budget"}
+            continue
+        listed.values += [value for value in found if value not in listed.values]
+        if len(listed.values) >= _FEW_VALUES:
+            break
+    return listed
+
+
 def write_row(plan: RowPlan, writer: Writer) -> Outcome:
     """Return the row that the teacher writes to a plan, or why it fell."""
     outcome = Outcome(plan)
@@ -127,10 +176,11 @@ class _Dialogue:
         self._row = Conversation((), plan.tools)
         self._num_asked = self._num_calls = 0
         self._executed: set[str] = set()
+        self._known_results: dict[Hashable, str] = {}  # of first calls, which drafts of later ones needed
 
     def write(self) -> dict[str, Any]:
-        plan, writer = self._plan, self._writer
-        turns = read_request(self._ask(ask_for_request(plan), request_schema(plan)), plan)
+        writer = self._writer
+        turns = self._write_turns()
         self._outcome.requests = tuple(turn.request for turn in turns)
         if writer.held_out.has(self._outcome.requests):
             raise Dropped("held_out", "it is in a file of --held-out")
@@ -140,6 +190,56 @@ class _Dialogue:
         if writer.judge is not None:
             self._hear(writer.judge)
         return self._finish()
+
+    def _write_turns(self) -> Sequence[Turn]:
+        plan, drafter = self._plan, self._writer.drafter
+        if drafter is None or (plan.kind == "no_tool" and plan.hidden is None):
+            return read_request(self._ask(ask_for_request(plan), request_schema(plan)), plan)
+        if plan.kind == "dependent_calls":
+            return [self._reword(self._draft_dependent(drafter))]
+        if plan.kind == "small_talk":
+            return [drafter.draft_small_talk(plan).to_turn()]
+        calls = drafter.complete(plan)
+        if calls is None:
+            raise Dropped("no_values", "the schema and the teacher give none for a required argument")
+        return [self._reword(draft) for draft in drafter.draft(plan, calls)]
+
+    def _draft_dependent(self, drafter: Drafter) -> Draft:
+        """Return a draft of two calls, the second of which needs the result of the first, which is found for it."""
+        tools = sorted(self._plan.tools, key=lambda tool: tool.name not in self._writer.executed)
+        for tool in tools[:_MAX_FIRST_CALLS]:
+            if (call := drafter.draw_call(self._plan, tool)) is None:
+                continue
+            self._check([call])
+            draft = drafter.draft_dependent(self._plan, call, self._find_result(call))
+            if draft is not None:
+                return draft
+        raise Dropped("wrong_kind", "no tool on offer requires what another returns")
+
+    def _reword(self, draft: Draft) -> Turn:
+        """Return the turn of a draft in the teacher's words, or in the draft's if those do not say the same."""
+        if len(draft.text.split()) < _MIN_REWORDED_WORDS:
+            return draft.to_turn()
+        messages, schema = ask_for_rewording(self._plan, draft.text, draft.stated)
+        try:
+            text = read_rewording(self._ask(messages, schema))
+        except UnusableText:
+            return draft.to_turn()
+        except Dropped as error:
+            if error.kind not in ("cut", "refused"):
+                raise
+            return draft.to_turn()
+        return draft.to_turn(text if draft.is_reworded_by(text, self._plan.tools, self._writer.votes > 0) else None)
+
+    def _find_result(self, call: Call) -> str:
+        """Return the result of a call before it is made in the row, where it is the same."""
+        [tool] = [tool for tool in self._plan.tools if tool.name == call.name]
+        self._add(Message("user", describe_ability(tool).topic))
+        self._add(Message("assistant", None, (replace(call, id="call_1"),)))
+        [result] = self._find_results([replace(call, id="call_1")])
+        self._row = replace(self._row, messages=())
+        self._known_results[call_key(call)] = result
+        return result
 
     def _hear(self, judge: Asker) -> None:
         """Let the judge read the row."""
@@ -155,7 +255,7 @@ class _Dialogue:
         """Add a turn of the user, and all that the assistant and the tools say to it."""
         self._add(Message("user", to_encodable(turn.request)))
         for number, intended in enumerate(turn.steps):
-            calls = self._vote(intended, has_arguments=number == 0).calls
+            calls = self._vote(intended, has_arguments=turn.knows_all or number == 0).calls
             self._num_calls += len(calls)
             first = self._num_calls - len(calls) + 1
             calls = tuple(replace(call, id=f"call_{first + i}") for i, call in enumerate(calls))
@@ -174,8 +274,10 @@ class _Dialogue:
             has_arguments: Their arguments are known; otherwise only their names are.
             is_after_results: The text that ends a turn with calls, of which one answer is enough.
         """
+        if self._writer.votes == 0 and (trusted := self._trust(intended, is_after_results)) is not None:
+            return trusted
         first: Parsed | None = None
-        for _ in range(1 if is_after_results else self._writer.votes):
+        for _ in range(1 if is_after_results else max(self._writer.votes, 1)):
             answer = self._writer.teacher.answer(
                 ANSWERER, self._row, self._next_seed(), self._outcome.usage, words_only=is_after_results
             )
@@ -190,6 +292,20 @@ class _Dialogue:
         assert first is not None
         return first
 
+    def _trust(self, intended: Sequence[Call], is_after_results: bool) -> Parsed | None:
+        """Return the answer that a draft intends; None if the teacher words it."""
+        plan = self._plan
+        if intended:
+            return Parsed(tuple(intended))
+        rng = random.Random(self._next_seed())
+        if plan.kind == "no_tool":
+            return Parsed(
+                (), prose=_TEMPLATES.decline(self._row, [plan.hidden] if plan.hidden is not None else [], rng)
+            )
+        if plan.kind == "missing_value" and not is_after_results:
+            return Parsed((), prose=_TEMPLATES.ask(self._row, plan.targets[0], str(plan.missing), rng))
+        return None
+
     def _check(self, calls: Any) -> None:
         for call in calls:
             # The tool that is missing in the row was on offer to the teacher that wrote the request.
@@ -200,6 +316,9 @@ class _Dialogue:
         """Return the results of calls: of really called tools, and of the others as the teacher imagines them."""
         results: dict[str | None, str] = {}
         for call in calls:
+            if (known := self._known_results.get(call_key(call))) is not None:
+                results[call.id] = known
+                continue
             if (tool := self._writer.executed.get(call.name)) is not None:
                 try:
                     results[call.id] = call_mcp_tool(tool, call)
@@ -229,6 +348,8 @@ class _Dialogue:
             "index": plan.index,
             "votes": writer.votes,
         }
+        if writer.drafter is not None:
+            made["requests"] = "drafted"
         if writer.judge is not None:
             made["judge"] = writer.judge.engine.model
         if self._executed:

@@ -20,6 +20,7 @@ from fctune.data.tool_schema import ToolSet
 
 _MIN_OFFERED = 3
 _NUM_EXAMPLES = 2
+_HIDDEN_SHARE = 0.5
 _PERSONAS = (
     "a busy office manager",
     "a student who writes as in a chat, without capital letters",
@@ -92,6 +93,8 @@ class Planner:
         seed: Seed of all choices.
         max_tools: Most tools on offer in a row.
         examples: Requests to imitate.
+        hides_tools: Every request that no tool on offer fulfils is one to a tool that was taken off offer, so that it
+            can be drafted.
 
     Raises:
         ConfigError: A tool cannot be called at all, or the tools do not allow a kind that was named.
@@ -104,8 +107,10 @@ class Planner:
         seed: int,
         max_tools: int = 8,
         examples: Sequence[str] = (),
+        hides_tools: bool = False,
     ):
         check_tools(tools)
+        self._hidden_share = 1.0 if hides_tools else _HIDDEN_SHARE
         self.tools, self.seed, self.max_tools, self.examples = tuple(tools), seed, max_tools, tuple(examples)
         self._requiring = [tool for tool in tools if _list_required(tool)]
         impossible = {"several_calls": len(tools) < 2, "missing_value": not self._requiring}
@@ -142,7 +147,7 @@ class Planner:
         if kind in ("dependent_calls", "multi_turn") and others:
             num_targets = rng.choice((1, 2))
         targets = [first, *others[: num_targets - 1]]
-        hidden = first if kind == "no_tool" and others and rng.random() < 0.5 else None
+        hidden = first if kind == "no_tool" and others and rng.random() < self._hidden_share else None
         num_offered = rng.randint(min(_MIN_OFFERED, len(self.tools)), min(self.max_tools, len(self.tools)))
         offered = [*targets, *[tool for tool in others if tool not in targets]][: max(num_offered, len(targets))]
         if hidden is not None:

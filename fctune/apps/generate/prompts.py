@@ -9,11 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 from fctune.apps.generate.plan import RowPlan
+from fctune.apps.generate.values import is_valid
 from fctune.base.json_reader import ParseError, decode_json
 from fctune.calls.tool_calls import read_tool_calls
+from fctune.data.augment.spoken import list_properties
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
-VERSION = 3
+VERSION = 4
 """Changes with the prompts, so that a run that began with others is not resumed."""
 
 # The calls come before the request because a request that is written to known values states them.
@@ -67,6 +69,17 @@ Functions:
 Answer with one JSON object and nothing else: {{"calls": [{{"name": "function", "arguments": {{}}}}]}} to call \
 functions, whose results are sent to you, or {{"say": "your words to the user"}} to call nothing."""
 
+_LISTER = """\
+You make up test data. Answer with one JSON object and nothing else: {"values": [...]} with {number} different values, \
+as real users would have them, common ones and rare ones."""
+
+_REWORDER = """\
+You reword messages that users send to an assistant. Answer with one JSON object and nothing else: {"message": "..."}. \
+The new message asks for the same thing with the same values, in other words. It adds nothing and answers nothing."""
+
+NUM_LISTED = 24
+"""Values of a parameter that a teacher is asked for."""
+
 _SIMULATOR = """\
 You play the backend of functions. You are given the functions, a conversation and its last calls. Answer with one \
 JSON object and nothing else: {"results": [...]} with one realistic, short result for each call, in order: what the \
@@ -89,10 +102,17 @@ class UnusableText(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of the user, and the calls that the teacher intended in answer to it, step by step."""
+    """A message of the user, and the calls that were intended in answer to it, step by step.
+
+    Attributes:
+        request: The message.
+        steps: The calls.
+        knows_all: The arguments of later steps are known as well, not only the names of their tools.
+    """
 
     request: str
     steps: tuple[tuple[Call, ...], ...]
+    knows_all: bool = False
 
 
 VERDICT_SCHEMA = {
@@ -273,6 +293,52 @@ def _is_of_kind(kind: str, turns: Sequence[Turn], plan: RowPlan) -> bool:
         case "missing_value":
             return sizes == [[], [1]] and set(names) == targets
     return sizes == [[]]
+
+
+def ask_for_values(tool: Tool, parameter: str) -> tuple[tuple[Message, ...], dict[str, Any]]:
+    """Return the prompt that asks for values of a parameter, and the schema of the answer."""
+    schema = list_properties(tool)[parameter]
+    values = {"type": "array", "items": schema, "minItems": NUM_LISTED // 2, "maxItems": NUM_LISTED}
+    # The function's other parameters would mislead a small model, which copies the examples of their descriptions.
+    described = " ".join(str(schema.get("description", "")).split())
+    use = " ".join(str(tool.function.get("description", "")).split()) or tool.name
+    text = f"The values: {parameter}{f' ({described})' if described else ''}\nThey are used to: {use}"
+    system = _LISTER.replace("{number}", str(NUM_LISTED))
+    return (Message("system", system), Message("user", text)), _object_of(values=values)
+
+
+def read_values(text: str, schema: dict[str, Any]) -> list[Any]:
+    """Return the different values of an answer that match the parameter's schema.
+
+    Raises:
+        UnusableText: ``refused`` or ``garbage``.
+    """
+    values = _read_object(text).get("values")
+    if not isinstance(values, list):
+        raise UnusableText("garbage", "no list of values")
+    distinct = {json.dumps(value, sort_keys=True): value for value in values if is_valid(value, schema)}
+    return [value for value in distinct.values() if not isinstance(value, str) or value.strip()]
+
+
+def ask_for_rewording(plan: RowPlan, text: str, stated: Sequence[str]) -> tuple[tuple[Message, ...], dict[str, Any]]:
+    """Return the prompt that asks for a message in other words, and the schema of the answer."""
+    # The message is last, because small models take what follows it for a part of it.
+    kept = f" It has to contain {', '.join(map(json.dumps, dict.fromkeys(stated)))}." if stated else ""
+    wish = f"The user is {plan.persona}. The new message is {plan.style}.{kept}\n\nMessage to reword:\n{text}"
+    schema = _object_of(message={"type": "string", "minLength": 1})
+    return (Message("system", _REWORDER), Message("user", wish)), schema
+
+
+def read_rewording(text: str) -> str:
+    """Return the reworded message.
+
+    Raises:
+        UnusableText: ``refused`` or ``garbage``.
+    """
+    message = _read_object(text).get("message")
+    if not isinstance(message, str):
+        raise UnusableText("garbage", "no message")
+    return message.strip()
 
 
 def ask_for_results(history: Conversation, calls: Sequence[Call]) -> tuple[Message, ...]:

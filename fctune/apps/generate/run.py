@@ -10,11 +10,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fctune.apps.generate.dialogue import Outcome, Writer, write_row
+from fctune.apps.generate.dialogue import Outcome, Writer, list_values, write_row
+from fctune.apps.generate.drafts import Drafter, list_unknown
 from fctune.apps.generate.plan import Planner, RowPlan
 from fctune.apps.generate.teacher import SERVER_FAILURES, Budget, Usage
 from fctune.base.errors import ConfigError, Interrupted
@@ -87,6 +88,7 @@ def generate_rows(
     out: Path,
     *,
     concurrency: int = 16,
+    drafts_requests: bool = False,
     settings: Mapping[str, Any] | None = None,
     is_fresh: bool = False,
     on_outcome: Callable[[Report], None] = lambda report: None,
@@ -103,6 +105,7 @@ def generate_rows(
         num_rows: Rows to keep.
         out: JSONL file to write.
         concurrency: Rows that are written at the same time.
+        drafts_requests: Draft the requests here, and let the teacher reword them.
         settings: Everything else that the rows depend on.
         is_fresh: Discard what earlier runs wrote.
         on_outcome: Called with the report after each row.
@@ -116,9 +119,14 @@ def generate_rows(
         raise ConfigError(
             f"--out {out}: exists, and no run of this command has written it. Pass --fresh to replace it."
         )
-    run = _Run(planner, writer, budget, results, planner.split(num_rows), on_outcome)
+    values_path = log_path(out).with_name("values.json")
     logged = results.start({"num": num_rows, **(settings or {})}, is_fresh)
+    run = _Run(planner, writer, budget, results, planner.split(num_rows), on_outcome)
     try:
+        if is_fresh:
+            values_path.unlink(missing_ok=True)
+        if drafts_requests:
+            run.list_values(values_path, concurrency)
         run.run(concurrency, logged)
     except KeyboardInterrupt:
         kept = len(run.report.kept)
@@ -152,6 +160,28 @@ class _Run:
         self._seen = SeenTexts(WordHasher())
         self._new: list[str] = []  # verdicts of this run
         self.report = Report(wanted)
+
+    def list_values(self, path: Path, concurrency: int) -> None:
+        """Let the teacher list values that the schemas do not give, unless a file of an earlier run has them."""
+        unknown, seed = list_unknown(self._planner.tools), self._planner.seed
+        if not path.is_file():
+            with ThreadPoolExecutor(concurrency, thread_name_prefix="values") as pool:
+                asked = [pool.submit(list_values, self._writer.teacher, seed, *one) for one in unknown]
+                lists = [one.result() for one in asked]
+            usage = Usage()
+            for found in lists:
+                usage.add(found.usage)
+            listed: dict[str, Any] = {
+                "values": [[tool.name, name, found.values] for (tool, name), found in zip(unknown, lists, strict=True)],
+                "usage": asdict(usage),
+            }
+            if all(found.is_final for found in lists):
+                write_atomically(path, json.dumps(listed, indent=1, ensure_ascii=False) + "\n")
+        else:
+            listed = json.loads(path.read_text(encoding="utf-8"))
+            self._budget.used.add(Usage(**listed["usage"]))
+        self.report.usage.add(Usage(**listed["usage"]))
+        self._writer = replace(self._writer, drafter=Drafter({(tool, name): v for tool, name, v in listed["values"]}))
 
     def run(self, concurrency: int, logged: Mapping[str, Mapping[str, Any]]) -> None:
         """Ask for rows until the run ends; sets how it ended in the report."""

@@ -31,13 +31,13 @@ def draw_arguments(tool: Tool, rng: random.Random) -> dict[str, Any]:
     drawn: dict[str, Any] = {}
     for name, schema in (properties if isinstance(properties, dict) else {}).items():
         is_wanted = name in required or rng.random() < _OPTIONAL_SHARE
-        value = _draw(schema, rng) if isinstance(schema, dict) else None
-        if is_wanted and value is not None and _is_valid(value, schema):
+        value = draw_value(schema, rng) if isinstance(schema, dict) else None
+        if is_wanted and value is not None and is_valid(value, schema):
             drawn[name] = value
     return drawn
 
 
-def _draw(schema: dict[str, Any], rng: random.Random) -> Any:
+def draw_value(schema: dict[str, Any], rng: random.Random) -> Any:
     """Return a value of a schema; None if it has none that can be drawn."""
     if isinstance(values := schema.get("enum"), list) and values:
         return rng.choice(values)
@@ -63,7 +63,8 @@ def _draw(schema: dict[str, Any], rng: random.Random) -> Any:
     return _DIGIT.sub(lambda match: str(rng.randrange(1, 10)), code) if code is not None else None
 
 
-def _is_valid(value: Any, schema: dict[str, Any]) -> bool:
+def is_valid(value: Any, schema: dict[str, Any]) -> bool:
+    """Return True if a value matches a schema, which may itself be invalid: then it does not."""
     try:
         jsonschema.validate(value, schema)
     except (jsonschema.ValidationError, jsonschema.SchemaError):

@@ -54,7 +54,7 @@ class Teacher:
     """Answers prompts; ``misbehave`` gets each first, with the kind of its prompt, and returns True if it answered.
 
     Attributes:
-        asked: Number of prompts of each kind: write, answer, results, judge.
+        asked: Number of prompts of each kind: write, list, reword, answer, results, judge.
     """
 
     def __init__(self, misbehave: Misbehave = lambda handler, kind, body: False, reports_tokens: bool = True):
@@ -88,6 +88,10 @@ def name_prompt(body: dict[str, Any]) -> str:
     system = body["messages"][0]["content"]
     if system.startswith("You write"):
         return "write"
+    if system.startswith("You make up test data"):
+        return "list"
+    if system.startswith("You reword"):
+        return "reword"
     return "results" if system.startswith("You play") else "judge" if system.startswith("You check") else "answer"
 
 
@@ -95,6 +99,11 @@ def make_answer(kind: str, body: dict[str, Any]) -> tuple[str | None, list[dict[
     """Return the text and the calls of a good answer."""
     if kind == "write":
         return json.dumps({"turns": write_turns(body["messages"][1]["content"], random.Random(body["seed"]))}), None
+    if kind == "list":
+        is_number = "hour" in body["messages"][1]["content"].splitlines()[0]
+        return json.dumps({"values": [*range(6, 18)] if is_number else list(WORDS)}), None
+    if kind == "reword":
+        return json.dumps({"message": "Well, " + body["messages"][1]["content"].partition("reword:\n")[2]}), None
     if kind == "judge":
         return json.dumps({"good": True, "reason": "fine"}), None
     if kind == "results":

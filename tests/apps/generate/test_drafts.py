@@ -1,0 +1,270 @@
+"""Requests that are drafted from drawn calls, and what a teacher may change of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from fctune.apps.generate.drafts import Draft, Drafter, list_unknown
+from fctune.apps.generate.kinds import KINDS
+from fctune.apps.generate.plan import Planner
+from fctune.data.conversation import Call, Tool
+from tests.apps.generate.commands import generate, read_log, read_rows, read_summary
+from tests.apps.generate.scripted_teacher import TOOLS, Teacher, serve_teacher
+from tests.conftest import ROOT
+from tests.engines.fault_server import Handler
+
+HARBOUR = [
+    Tool(function) for function in yaml.safe_load((ROOT / "benchmarks/generate/held_out.yaml").read_text())["tools"]
+]
+VALUES: dict[tuple[str, str], list[Any]] = {
+    (tool.name, name): ["Ondine", "Moll", "Sula"] if name == "boat" else [8.5, 12, 40.25]
+    for tool, name in list_unknown(HARBOUR)
+}
+SCHEMAS = {tool.name: tool.parameters for tool in HARBOUR}
+BOOKING = json.dumps({"berth": "A9", "boat": "Grebe", "arrival": "2027-08-14", "nights": 1, "id": 7})
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps(TOOLS))
+    return path
+
+
+def spellings(value: Any) -> list[str]:
+    """Return the ways in which a message may say a value, written independently of the drafts."""
+    if isinstance(value, bool):
+        return []
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+        day = date.fromisoformat(text)
+        month = day.strftime("%B")
+        return [text, f"{day.day} {month} {day.year}", f"{month} {day.day}, {day.year}"]
+    return [text, text.replace("_", " ")]
+
+
+def is_said(value: Any, text: str) -> bool:
+    return isinstance(value, bool) or any(one in text for one in spellings(value))
+
+
+def draft(planner: Planner, index: int, kind: str) -> list[Draft]:
+    plan, drafter = planner.plan(index, kind), Drafter(VALUES)
+    if kind == "dependent_calls":
+        if "get_booking" not in {tool.name for tool in plan.tools}:
+            return []
+        made = drafter.draft_dependent(plan, Call("get_booking", {"booking_id": "HB-1234"}), BOOKING)
+        return [made] if made is not None else []
+    calls = drafter.complete(plan)
+    assert calls is not None
+    return drafter.draft(plan, calls)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"dependent_calls", "small_talk", "no_tool"}))
+def test_drafts_state_every_value_of_their_calls_and_no_names_of_the_schema(kind: str) -> None:
+    planner = Planner(HARBOUR, None, seed=5, hides_tools=True)
+    wordings = set()
+    for index in range(150):
+        drafts = draft(planner, index, kind)
+        said = ""
+        for one in drafts:
+            said += f"\n{one.text}"
+            wordings.add(re.sub(r"[\d-]+", "", one.text))
+            assert not re.search(r"\w_\w", one.text)
+            for call in (call for step in one.steps for call in step):
+                jsonschema.validate(call.arguments, SCHEMAS[call.name])
+                assert all(is_said(value, said) for value in call.arguments.values()), (said, call)
+        shape = [[len(step) for step in one.steps] for one in drafts]
+        match kind:
+            case "one_call":
+                assert shape == [[1]]
+            case "several_calls" | "repeated_tool":
+                [calls] = drafts[0].steps
+                assert len(shape) == 1
+                assert len(calls) in (2, 3)
+                assert len({json.dumps(call.arguments) + call.name for call in calls}) == len(calls)
+                assert (len({call.name for call in calls}) == 1) is (kind == "repeated_tool")
+            case "missing_value":
+                assert shape == [[], [1]]
+            case "multi_turn":
+                assert len(shape) in (2, 3)
+                assert shape[0] == [1]
+    assert len(wordings) > 100
+
+
+def test_a_missing_value_is_not_said_before_it_is_asked_for() -> None:
+    planner = Planner(HARBOUR, None, seed=2)
+    for index in range(100):
+        plan = planner.plan(index, "missing_value")
+        first, second = draft(planner, index, "missing_value")
+        [[call]] = second.steps
+        value = call.arguments[str(plan.missing)]
+        assert is_said(value, second.text)
+        others = [other for name, other in call.arguments.items() if name != plan.missing]
+        if not any(str(value) in spelling for other in others for spelling in spellings(other)):
+            assert not any(re.search(rf"\b{re.escape(one)}\b", first.text) for one in spellings(value))
+
+
+def test_a_request_that_no_tool_fulfils_is_one_to_a_tool_that_is_not_on_offer() -> None:
+    planner = Planner(HARBOUR, None, seed=3, hides_tools=True)
+    for index in range(40):
+        plan = planner.plan(index, "no_tool")
+        assert plan.hidden is not None
+        assert plan.hidden not in plan.tools
+        [one] = draft(planner, index, "no_tool")
+        assert one.steps == ()
+
+
+def test_a_dependent_call_takes_a_value_that_the_message_does_not_say() -> None:
+    planner = Planner(HARBOUR, None, seed=4)
+    made = [one for index in range(60) for one in draft(planner, index, "dependent_calls")]
+    assert len(made) > 20
+    result = json.loads(BOOKING)
+    for one in made:
+        [[first], [second]] = one.steps
+        assert (first.name, second.name == first.name) == ("get_booking", False)
+        jsonschema.validate(second.arguments, SCHEMAS[second.name])
+        taken = [name for name, value in second.arguments.items() if result.get(name) == value]
+        assert [name for name in taken if not is_said(result[name], one.text)] or taken == ["nights"]
+        assert all(is_said(value, one.text) for name, value in second.arguments.items() if name not in taken)
+
+
+def test_only_values_that_schemas_do_not_give_are_asked_for() -> None:
+    assert {name for _, name in list_unknown(HARBOUR)} == {"length_m", "boat", "litres"}
+    plan = Planner(HARBOUR, None, seed=0).plan(1, "one_call")
+    needs = [name for name in plan.targets[0].parameters["required"] if name in ("length_m", "boat", "litres")]
+    assert (Drafter({}).complete(plan) is None) is bool(needs)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_checked", "is_used"),
+    [
+        ("Could somebody bring 40 litres of diesel to C14?", True, True),
+        ("Could somebody bring 40 litres of diesel to c14?", True, True),
+        ("Could somebody bring 40 litres of diesel?", True, False),  # C14 is lost
+        ("order_fuel 40 diesel to C14", True, False),  # names the tool
+        ("Could somebody bring 40 of diesel to C14? " + "And so on, " * 60, True, False),
+        ("", True, False),
+        ("Could somebody bring 40 litres of diesel to C14?", False, False),  # nobody would see that it is the same
+        ("I need fuel please, so order 40 litres of diesel to berth C14.", False, True),
+        ("Order fuel, 40 litres diesel, berth C14, and then tell my crew where the kiosk sells coffee", False, False),
+    ],
+)  # fmt: skip
+def test_a_rewording_is_used_if_it_says_the_same(text: str, is_checked: bool, is_used: bool) -> None:
+    one = Draft("Please order fuel: berth C14, diesel, 40 litres.", ("C14", "diesel", "40"), ())
+    assert one.is_reworded_by(text, HARBOUR, is_checked) is is_used
+
+
+def test_rows_of_drafts_need_no_answers_of_a_weak_teacher(tools: Path, tmp_path: Path) -> None:
+    """The teacher of this test never calls anything."""
+
+    def call_nothing(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if kind == "answer":
+            teacher.say(handler, "As you wish.")
+        return kind == "answer"
+
+    teacher, out = Teacher(call_nothing), tmp_path / "rows.jsonl"
+    with serve_teacher(teacher) as log:
+        assert generate(log.url, tools, out, "--requests", "drafted", "--votes", "0", num=100) == 0
+    rows = read_rows(out)
+    read_summary(out)
+    found = Counter(row["metadata"]["generated"]["kind"] for row in rows)
+    assert found == {kind: round(100 * share) for kind, share in KINDS.items()}
+    assert all(row["metadata"]["generated"]["requests"] == "drafted" for row in rows)
+    assert (teacher.asked["list"], teacher.asked["write"]) == (4, 0)
+    assert teacher.asked["reword"] > 50
+    assert sum(row["messages"][0]["content"].startswith("Well, ") for row in rows) > 50
+    for row in rows:
+        kind, calls = row["metadata"]["generated"]["kind"], [m.get("tool_calls") or [] for m in row["messages"]]
+        assert (sum(map(len, calls)) == 0) is (kind in ("no_tool", "small_talk"))
+        said = [m["content"] for m in row["messages"] if m["role"] == "assistant" and not m.get("tool_calls")]
+        assert said
+        assert all(said)
+        if kind == "missing_value":
+            assert [m["role"] for m in row["messages"]] == [
+                "user",
+                "assistant",
+                "user",
+                "assistant",
+                "tool",
+                "assistant",
+            ]
+            assert said[0] != "As you wish."
+
+
+def test_votes_guard_drafts_as_well(tools: Path, tmp_path: Path) -> None:
+    def call_nothing(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if kind == "answer":
+            teacher.say(handler, "As you wish.")
+        return kind == "answer"
+
+    teacher, out = Teacher(call_nothing), tmp_path / "rows.jsonl"
+    with serve_teacher(teacher) as log:
+        kinds = ["--kinds", "one_call=50%,no_tool=50%"]
+        assert generate(log.url, tools, out, "--requests", "drafted", "--votes", "1", *kinds, num=8) == 1
+    summary = read_summary(out)
+    assert summary["kinds"]["one_call"].get("kept", 0) == 0
+    assert summary["dropped"].keys() == {"other_calls"}
+    assert summary["kinds"]["no_tool"]["kept"] == 4
+
+
+def test_a_teacher_that_loses_values_rewords_nothing(tools: Path, tmp_path: Path) -> None:
+    def lose(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if kind == "reword":
+            teacher.say(handler, json.dumps({"message": "Do what I want, please, and quickly."}))
+        return kind == "reword"
+
+    teacher, out = Teacher(lose), tmp_path / "rows.jsonl"
+    with serve_teacher(teacher) as log:
+        options = ["--requests", "drafted", "--votes", "0", "--kinds", "one_call=100%"]
+        assert generate(log.url, tools, out, *options, num=20) == 0
+    for row in read_rows(out):
+        assert "what I want" not in row["messages"][0]["content"]
+        [call] = row["messages"][1]["tool_calls"]
+        for value in json.loads(call["function"]["arguments"]).values():
+            assert is_said(value, row["messages"][0]["content"])
+
+
+def test_values_are_listed_once_though_a_run_is_resumed(tools: Path, tmp_path: Path) -> None:
+    options = ["--requests", "drafted", "--votes", "0"]
+    teacher, parts = Teacher(), tmp_path / "rows.jsonl"
+    with serve_teacher(teacher) as log:
+        assert generate(log.url, tools, parts, *options, "--max-requests", "30") == 0
+        assert read_summary(parts)["usage"]["requests"] == 30
+        assert teacher.asked["list"] == 4
+        assert generate(log.url, tools, parts, *options) == 0
+        assert teacher.asked["list"] == 4
+        usage = read_summary(parts)["usage"]["requests"]
+    assert len(read_rows(parts)) == 24
+    assert usage == sum(line["usage"]["requests"] for line in read_log(parts)) + 4
+
+
+def test_rows_whose_values_nobody_knows_are_counted(tools: Path, tmp_path: Path) -> None:
+    def mumble(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if kind == "list":
+            teacher.say(handler, "I would rather talk about amber.")
+        return kind == "list"
+
+    teacher, out = Teacher(mumble), tmp_path / "rows.jsonl"
+    with serve_teacher(teacher) as log:
+        options = ["--requests", "drafted", "--votes", "0", "--kinds", "one_call=50%,small_talk=50%"]
+        assert generate(log.url, tools, out, *options, num=8) == 1
+    summary = read_summary(out)
+    assert summary["dropped"].keys() == {"no_values"}
+    assert summary["kinds"]["small_talk"]["kept"] == 4
+    assert teacher.asked["list"] == 4 * 3
+
+
+def test_answers_are_taken_on_trust_only_where_calls_are_drafted(
+    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate("http://127.0.0.1:9/v1", tools, tmp_path / "rows.jsonl", "--votes", "0") == 2
+    assert "--votes 0: expected 1 or more, or 0 with --requests drafted." in capsys.readouterr().err
