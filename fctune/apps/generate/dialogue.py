@@ -36,7 +36,6 @@ from fctune.apps.generate.prompts import (
 from fctune.apps.generate.teacher import SERVER_FAILURES, Asker, Dropped, Usage
 from fctune.calls.formats.base import Parsed
 from fctune.calls.matching import call_key, describe_differences, is_exact_match
-from fctune.data.augment.spoken import list_properties
 from fctune.data.augment.wordings import TemplateWriter, describe_ability
 from fctune.data.check.overlap import MIN_WORDS, OverlapIndex
 from fctune.data.check.similarity import WordHasher
@@ -143,11 +142,11 @@ class ListedValues:
 def list_values(teacher: Asker, seed: int, tool: Tool, parameter: str) -> ListedValues:
     """Return values that the teacher lists for a parameter, asked again if it lists hardly any."""
     listed = ListedValues()
-    messages, schema = ask_for_values(tool, parameter)
     for attempt in range(_LISTINGS):
+        messages, schema = ask_for_values(tool, parameter, attempt)
         try:
             text = teacher.ask(messages, schema, (seed + _SEED_STEP * attempt) % 2**31, listed.usage)
-            found = read_values(text, list_properties(tool)[parameter])
+            found = read_values(text, tool, parameter)
         except UnusableText:
             continue
         except Dropped as error:
@@ -274,12 +273,13 @@ class _Dialogue:
             has_arguments: Their arguments are known; otherwise only their names are.
             is_after_results: The text that ends a turn with calls, of which one answer is enough.
         """
-        if self._writer.votes == 0 and (trusted := self._trust(intended, is_after_results)) is not None:
+        is_trusted = self._writer.votes == 0
+        if is_trusted and (trusted := self._trust(intended, is_after_results)) is not None:
             return trusted
         first: Parsed | None = None
         for _ in range(1 if is_after_results else max(self._writer.votes, 1)):
             answer = self._writer.teacher.answer(
-                ANSWERER, self._row, self._next_seed(), self._outcome.usage, words_only=is_after_results
+                ANSWERER, self._row, self._next_seed(), self._outcome.usage, words_only=is_after_results or is_trusted
             )
             self._check(answer.calls)
             if first is None:

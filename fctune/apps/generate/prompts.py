@@ -12,7 +12,7 @@ from fctune.apps.generate.plan import RowPlan
 from fctune.apps.generate.values import is_valid
 from fctune.base.json_reader import ParseError, decode_json
 from fctune.calls.tool_calls import read_tool_calls
-from fctune.data.augment.spoken import list_properties
+from fctune.data.augment.spoken import list_properties, say_name, split_words
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
 VERSION = 4
@@ -295,20 +295,26 @@ def _is_of_kind(kind: str, turns: Sequence[Turn], plan: RowPlan) -> bool:
     return sizes == [[]]
 
 
-def ask_for_values(tool: Tool, parameter: str) -> tuple[tuple[Message, ...], dict[str, Any]]:
-    """Return the prompt that asks for values of a parameter, and the schema of the answer."""
+def ask_for_values(tool: Tool, parameter: str, attempt: int) -> tuple[tuple[Message, ...], dict[str, Any]]:
+    """Return the prompt that asks for values of a parameter, worded anew in each attempt, and the answer's schema.
+
+    The rest of the tool would mislead a small model, which copies the examples of other descriptions.
+    """
     schema = list_properties(tool)[parameter]
+    described = " ".join(str(schema.get("description", "")).split()) or say_name(parameter)
+    wordings = (
+        "{described}",
+        "{number} examples of: {described}",
+        "{name}: {described}. Give {number} examples of it.",
+    )
+    text = wordings[attempt % len(wordings)].format(described=described, number=NUM_LISTED, name=say_name(parameter))
     values = {"type": "array", "items": schema, "minItems": NUM_LISTED // 2, "maxItems": NUM_LISTED}
-    # The function's other parameters would mislead a small model, which copies the examples of their descriptions.
-    described = " ".join(str(schema.get("description", "")).split())
-    use = " ".join(str(tool.function.get("description", "")).split()) or tool.name
-    text = f"The values: {parameter}{f' ({described})' if described else ''}\nThey are used to: {use}"
     system = _LISTER.replace("{number}", str(NUM_LISTED))
     return (Message("system", system), Message("user", text)), _object_of(values=values)
 
 
-def read_values(text: str, schema: dict[str, Any]) -> list[Any]:
-    """Return the different values of an answer that match the parameter's schema.
+def read_values(text: str, tool: Tool, parameter: str) -> list[Any]:
+    """Return the different values of an answer that match the parameter's schema, without repetitions of its name.
 
     Raises:
         UnusableText: ``refused`` or ``garbage``.
@@ -316,8 +322,16 @@ def read_values(text: str, schema: dict[str, Any]) -> list[Any]:
     values = _read_object(text).get("values")
     if not isinstance(values, list):
         raise UnusableText("garbage", "no list of values")
+    schema = list_properties(tool)[parameter]
+    asked = {*split_words(parameter), *split_words(str(schema.get("description", "")))}
     distinct = {json.dumps(value, sort_keys=True): value for value in values if is_valid(value, schema)}
-    return [value for value in distinct.values() if not isinstance(value, str) or value.strip()]
+    return [value for value in distinct.values() if not isinstance(value, str) or _says_more(value, asked)]
+
+
+def _says_more(value: str, asked: set[str]) -> bool:
+    """Return True if a value is more than words that it was asked for with: "boat name" is no name of a boat."""
+    words = {*split_words(value)}
+    return bool(value.strip()) and (not words or not words <= asked)
 
 
 def ask_for_rewording(plan: RowPlan, text: str, stated: Sequence[str]) -> tuple[tuple[Message, ...], dict[str, Any]]:
