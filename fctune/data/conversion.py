@@ -200,7 +200,7 @@ def convert_source(
     chooser = _Chooser(frozenset(drop), is_distinct)
     screen, report = SecretScreen(redact), ConversionReport(is_redacted=redact is not None)
     with contextlib.closing(chooser), open_atomically(out) as file:
-        for row in islice(scan_source(path, row_format, columns, fold, selection), max_samples):
+        for row in islice(scan_source(path, row_format, columns, fold, selection, tools), max_samples):
             line = _convert(row, reader, report, tools, chooser, screen)
             if line is not None:
                 file.write(line)

@@ -15,6 +15,15 @@ from fctune.data.sources.row_json import RowJsonReader
 _JSON_COLUMNS = ("messages", "conversations", "tools")
 
 
+def read_header(path: str) -> list[str]:
+    """Return the columns of a CSV file; none if it cannot be read."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            return next(csv.reader(file, strict=True), [])
+    except (csv.Error, UnicodeDecodeError, OSError):
+        return []
+
+
 def iter_csv(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
     """Yield the line on which each row starts and its value; the value is a ``RowError`` if it cannot be decoded.
 
