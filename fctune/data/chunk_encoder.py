@@ -52,8 +52,9 @@ class Counts:
     """Counts of the rows that were kept, cut, dropped and skipped."""
 
     rows: int = 0
-    folded: int = 0  # records that a row continues; not among the rows
+    folded: int = 0  # records that a row continues or repeats; not among the rows
     left_out: int = 0  # other records and parts of logs that are no rows, or not selected; not among the rows
+    left_out_kinds: dict[str, int] = field(default_factory=dict)  # both, by their kind in LEFT_OUT_KINDS
     conversations: int = 0  # kept, both splits
     samples: int = 0  # of the kept conversations; more than one where the chat template rewrites earlier turns
     invalid: int = 0  # defects, skipped
@@ -71,7 +72,10 @@ class Counts:
     def add(self, other: Counts) -> None:
         """Add the counts of other rows in place."""
         for count in fields(self):
-            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
+            if count.name != "left_out_kinds":
+                setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
+        for kind, number in other.left_out_kinds.items():
+            self.left_out_kinds[kind] = self.left_out_kinds.get(kind, 0) + number
 
 
 class _OverlongError(DataError):
@@ -269,7 +273,8 @@ class ChunkEncoder:
             texts = {(row.file, row.line): row.value for row in chunk.rows}
             hide = self._screen.scanner.hide
             defects = [hide(defect, texts.get((defect.file, defect.line), "")) for defect in defects]
-        counts.folded = left_out.pop("folded_record", 0)
+        counts.left_out_kinds = dict(left_out)
+        counts.folded = left_out.pop("folded_record", 0) + left_out.pop("repeated_record", 0)
         counts.left_out = left_out.total()
         weights = np.frombuffer(buffers.weights, np.float64).astype(np.float32)
         counts.samples, counts.tokens = len(buffers.lengths), len(weights)

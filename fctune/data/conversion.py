@@ -42,6 +42,7 @@ from fctune.data.sources import (
 )
 from fctune.data.sources.columns import Columns
 from fctune.data.sources.row_formats.registry import list_columns
+from fctune.data.sources.unmatched import require_selected
 
 CHANGE_KINDS: dict[str, str] = {
     "arguments_rewritten": "calls whose arguments were an object, or are spelled differently",
@@ -193,7 +194,7 @@ def convert_source(
         redact: Replace secrets by placeholders; None counts them.
 
     Raises:
-        DataError: The source cannot be read, or not to its end.
+        DataError: The source cannot be read, or not to its end; or no row meets the conditions.
         RowsSkippedError: No row can be converted, or with ``is_strict`` one cannot.
     """
     reader = RowReader(row_format, columns, tools, selection=selection)
@@ -206,6 +207,8 @@ def convert_source(
                 file.write(line)
             if on_progress is not None and report.rows % _PROGRESS_ROWS == 0:
                 on_progress(report)
+        if not report.rows:
+            require_selected([path], report.left_out, row_format, columns, fold, selection)
         if not report.converted or (is_strict and report.num_skipped):
             raise RowsSkippedError(report)
         report.near_duplicates = chooser.count_near_duplicates()

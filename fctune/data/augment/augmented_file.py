@@ -40,6 +40,7 @@ from fctune.data.sources import (
     scan_source,
 )
 from fctune.data.sources.columns import Columns
+from fctune.data.sources.unmatched import require_selected
 
 _PROGRESS_ROWS = 500
 _NUM_SHOWN = 10
@@ -226,6 +227,8 @@ def augment_source(
             if on_progress is not None and report.rows % _PROGRESS_ROWS == 0:
                 on_progress(report)
         report.kinds = augmenter.take_counts()
+        if not report.rows:
+            require_selected([path], report.left_out, row_format, columns, fold, selection)
         if not report.written:
             raise DataError(f"{path}: no usable row; `fctune data check {path}` lists why.")
         check_counts(report.kinds, report.shares, "--kinds ")

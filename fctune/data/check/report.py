@@ -9,6 +9,7 @@ import functools
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from itertools import islice
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -195,6 +196,7 @@ class Report:
     warning_kinds: Annotated[list[Finding], "Warnings by kind, the most frequent first"]
     notes: Annotated[dict[str, int], "Number of conversions made while reading rows, by kind"]
     left_out: Annotated[dict[str, int], "Number of records and parts of logs that were left out, by kind"]
+    failures: Annotated[dict[str, int], "Records with an answer that failed, by the field and value that say so"]
     augmented: AugmentedRows
     secrets: SecretsFound
     classes: Annotated[dict[str, int], CLASSES]
@@ -236,7 +238,11 @@ class Report:
             lines = [f"  {count:>9,}  {NOTE_KINDS[kind]}" for kind, count in self.notes.items()]
             parts.append(Text("\nConversions\n" + "\n".join(lines)))
         if self.left_out:
-            lines = [f"  {count:>9,}  {LEFT_OUT_KINDS[kind]}" for kind, count in self.left_out.items()]
+            lines = []
+            for kind, count in self.left_out.items():
+                lines.append(f"  {count:>9,}  {LEFT_OUT_KINDS[kind]}")
+                causes = self.failures.items() if kind == "answer_failed" else ()
+                lines += [f"             {number:,} with {cause}" for cause, number in islice(causes, NUM_EXAMPLES)]
             parts.append(Text("\nLeft out\n" + "\n".join(lines)))
         if self.duplicates or self.near_duplicates:
             parts.append(Text("\nRepeats", style="bold"))

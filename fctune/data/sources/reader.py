@@ -49,6 +49,7 @@ _REASONING_PARTS = rf'"(?:{_REASONING_WORDS})|(?:think|thinking|thought)(?:[\]>]
 _REASONING = re.compile(_REASONING_PARTS.encode(), re.IGNORECASE)
 # A null other than the content of a turn that only calls.
 _NULL = re.compile(rb'null(?<!"content": null)(?<!"content":null)')
+_WORD = re.compile(r"(?:string )?'?([A-Za-z_]{1,24})'?: ")  # at the start of a reason
 _SURROGATE = re.compile(rb"\\(?:u|U0000)[dD][89a-fA-F]")  # the longer one is Python's
 
 
@@ -250,7 +251,7 @@ class RowReader:
             parsed = read_row(decoded, self.row_format, self._context, f"{file}:{line}")
         except RowError as error:
             if error.kind == "answer_failed":
-                return LeftOut(error.kind)
+                return LeftOut(error.kind, _describe_failure(error))
             reason = error.reason
             if error.kind == "unknown_row_format" and file.endswith(_TABLES) and isinstance(decoded, dict):
                 filled = ", ".join(decoded) or "no column"
@@ -268,6 +269,13 @@ class RowReader:
             reason = "another record continues this one with other tools, so that both are kept"
             parsed.warnings.append(RowWarning("", "tools_changed", reason))
         return parsed
+
+
+def _describe_failure(error: RowError) -> str:
+    """Return the field that says that an answer failed, and its value if it is a word, such as ``status: failure``."""
+    field = re.sub(r"\[\d+\]", "", error.pointer)
+    word = _WORD.match(error.reason)
+    return f"{field}: {word[1]}" if word is not None else field
 
 
 def describe_defects(defects: list[Defect], num_rows: int, alternative: str = "") -> str:
@@ -444,12 +452,12 @@ def _fold(
             index.add(parsed.conversation if isinstance(parsed, ParsedRow) else None)
     except DataError:
         pass  # raised again below, after the rows before
-    masks = zip(index.find_folded(), index.find_changed(), strict=True)
+    masks = zip(*index.find_folded(), index.find_changed(), strict=True)
     del head
     rows = _scan(path, row_format, columns, None)
-    for row, (is_folded, is_changed) in zip(rows, chain(masks, repeat((False, False))), strict=False):
-        if is_folded:
-            yield row._replace(value=LeftOut("folded_record"))
+    for row, (begins, equals, is_changed) in zip(rows, chain(masks, repeat((False,) * 3)), strict=False):
+        if begins or equals:
+            yield row._replace(value=LeftOut("folded_record" if begins else "repeated_record"))
             continue
         kept = reader.read(row) if index.has_reasoning else None
         reasoning = index.find_reasoning(kept.conversation) if isinstance(kept, ParsedRow) else None
