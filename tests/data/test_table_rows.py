@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fctune.base.errors import DataError
+from fctune.cli import main
 from fctune.config.sections.data import SourceConfig
 from fctune.data.conversation import Call, Tool
 from fctune.data.observed_tools import draft_tools
@@ -148,7 +149,9 @@ def test_several_calls_need_no_column_of_tools_if_tools_are_drafted(tmp_path: Pa
     (row,) = parse_source(path)
     assert isinstance(row, Defect)
     assert row.kind == "call_without_tools"
-    (tool,) = draft_tools([SourceConfig(path=path)])
+    drafts = draft_tools([SourceConfig(path=path)])
+    (tool,) = drafts.tools
+    assert (drafts.drafted, drafts.variants, drafts.num_without) == (["a"], {}, 1)
     assert tool["function"]["parameters"] == {
         "type": "object",
         "properties": {
@@ -157,5 +160,24 @@ def test_several_calls_need_no_column_of_tools_if_tools_are_drafted(tmp_path: Pa
         },
         "required": ["x"],
     }
-    with pytest.raises(DataError, match="nothing to draft tools from"):
-        draft_tools([SourceConfig(path=write(tmp_path, CALL))])
+    with pytest.raises(DataError, match="no row has tools or a call, so there is nothing to draft"):
+        draft_tools([SourceConfig(path=write(tmp_path, {"query": "Hello", "response": "Good day."}))])
+
+
+def test_the_tools_that_rows_carry_are_written_and_only_the_missing_ones_drafted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = [{"name": "get_weather", "description": "Weather of a city.", "parameters": {"type": "object"}}]
+    more = [*described, {"name": "unused", "description": "", "parameters": {"type": "object"}}]
+    rows = [CALL, CALL | {"tools": json.dumps(described)}, CALL | {"tools": json.dumps(more)}]
+    path, out = write(tmp_path, *rows), tmp_path / "tools.json"
+    assert main(["data", "tools", path, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "2 tools as the rows carry them, of several definitions, that of the most rows (get_weather 2)" in said
+    assert f"No --tools is needed, as the rows have their tools: fctune tune --data {path}" in said
+    assert [tool["function"] for tool in json.loads(out.read_text())] == more
+    bare = CALL | {"tools": ""}
+    write(tmp_path, *rows, bare, bare | {"tool": "get_time", "arguments": ""})
+    assert main(["data", "tools", path, "--out", str(out), "--force"]) == 0
+    assert "1 draft from calls: get_time. Add the descriptions" in capsys.readouterr().out
+    assert [tool["function"]["name"] for tool in json.loads(out.read_text())] == ["get_weather", "unused", "get_time"]
