@@ -138,7 +138,7 @@ class ConversionReport:
             lines.append(
                 "  `fctune data check` shows them; --drop KIND,... leaves rows with these kinds of warnings out"
             )
-        if self.secrets.kinds:
+        if self.secrets.kinds or self.secrets.searched:
             lines.append(self.secrets.describe_with_option(self.is_redacted))
         lines.append("Nothing was written." if out is None else f"{format_count(self.converted, 'row')} in {out}")
         return lines
@@ -200,6 +200,7 @@ def convert_source(
     reader = RowReader(row_format, columns, tools, selection=selection)
     chooser = _Chooser(frozenset(drop), is_distinct)
     screen, report = SecretScreen(redact), ConversionReport(is_redacted=redact is not None)
+    report.secrets.searched = list(screen.scanner.kinds)
     with contextlib.closing(chooser), open_atomically(out) as file:
         for row in islice(scan_source(path, row_format, columns, fold, selection, tools), max_samples):
             line = _convert(row, reader, report, tools, chooser, screen)

@@ -33,6 +33,7 @@ from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.packing import pack_best_fit
 from fctune.data.secrets import SecretCounts
 from fctune.data.sources import LEFT_OUT_KINDS, Selection
+from fctune.data.sources.row_formats.registry import describe_unread
 from fctune.data.sources.unmatched import require_selected
 
 Split = Literal["train", "validation"]
@@ -293,13 +294,12 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
     if counts.replayed:
         share = f"{format_share(prepared.inputs['replay']['share'])} of the training conversations"
         lines.append(f"{format_count(counts.replayed, 'conversation')} of data.replay, {share}")
-    if prepared.secrets.kinds:
-        hint = (
-            "" if prepared.is_redacted else "; `fctune data check` lists the places, data.secrets=redact replaces them"
-        )
-        lines.append(
-            ("" if prepared.is_redacted else "warning: ") + prepared.secrets.describe(prepared.is_redacted) + hint
-        )
+    if prepared.secrets.kinds or prepared.secrets.searched:
+        is_safe = prepared.is_redacted or not prepared.secrets.kinds
+        hint = "" if is_safe else "; `fctune data check` lists the places, data.secrets=redact replaces them"
+        lines.append(("" if is_safe else "warning: ") + prepared.secrets.describe(prepared.is_redacted) + hint)
+        if unread := describe_unread(counts.unread_columns):
+            lines[-1] += f"; {unread}"
     for source in prepared.sources:
         if source.kinds:
             lines += [f"{describe_skipped(source)}:", *(f"  {line}" for line in source.describe_kinds())]

@@ -34,6 +34,7 @@ from fctune.data.conversation_encoder import get_defect_kind
 from fctune.data.secrets import SecretCounts, SecretScanner, warn
 from fctune.data.sources import DEFAULT_SELECTION, Defect, LeftOut, ParsedRow, RowReader, Selection, scan_source
 from fctune.data.sources.columns import Columns
+from fctune.data.sources.row_formats.registry import list_unread
 from fctune.data.sources.unmatched import require_selected
 
 Encode = Callable[[Conversation], tuple[int, int]]
@@ -106,6 +107,7 @@ class _Check:
     ) -> None:
         self.scanner = SecretScanner(secrets)
         self.secrets = SecretCounts()
+        self.unread: Counter[str] = Counter()
         self.start = time.monotonic()
         self.encode = encode
         self.seq_len = seq_len
@@ -216,6 +218,7 @@ class _Check:
         kinds = set()
         findings = self.scanner.locate(row)
         self.secrets.count(findings)
+        self.unread.update(list_unread(row))
         for warning in warn(findings, iter_warnings(row)):
             self.warning_counts[warning.kind] += 1
             kinds.add(warning.kind)
@@ -256,7 +259,8 @@ class _Check:
             left_out=dict(self.left_out.most_common()),
             failures=dict(self.failures.most_common()),
             augmented=self.augmented,
-            secrets=SecretsFound(self.secrets.rows, dict(sorted(self.secrets.kinds.items()))),
+            secrets=SecretsFound(self.secrets.rows, dict(sorted(self.secrets.kinds.items())), list(self.scanner.kinds)),
+            unread_columns=dict(self.unread.most_common()),
             classes={name: self.classes[name] for name in CLASSES},
             num_messages=Lengths.from_counts(self.messages),
             num_characters=Lengths.from_counts(self.characters),

@@ -125,6 +125,7 @@ def make_row_cases(
         DataError: A source cannot be read, or no row yields a case.
     """
     made, seen, screen = RowCases(), set[str](), SecretScreen(redact)
+    made.secrets.searched = list(screen.scanner.kinds)
     for path in paths:
         reader = RowReader(row_format, columns, keeps_questions=True, selection=selection)
         for row in islice(scan_source(path, row_format, columns, fold, selection), max_samples):

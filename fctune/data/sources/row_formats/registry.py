@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from itertools import islice
 from typing import Any
@@ -46,6 +47,8 @@ def detect_row_format(row: dict[str, Any]) -> str | None:
     return next((name for name, row_format in ROW_FORMATS.items() if row_format.matches(row)), None)
 
 
+_COLUMN = re.compile(r"[^.\[]*")  # of a pointer
+_NUM_LISTED = 12
 # Columns of what a row's placeholders, such as <image>, stand for; the placeholder alone would be trained as text.
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -95,6 +98,29 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
     return parsed
 
 
+def list_unread(row: ParsedRow) -> list[str]:
+    """Return the columns of a row of which nothing gets into its conversation, such as a log's ``metadata``."""
+    row_format = ROW_FORMATS.get(row.row_format)
+    if row_format is None:
+        return []
+    pointers = (*row.message_pointers, row.tools_pointer)
+    read = {*row_format.columns, *SHARED_COLUMNS, *(_COLUMN.match(pointer)[0] for pointer in pointers)}  # type: ignore[index]
+    metadata = row.raw.get("metadata")
+    if isinstance(metadata, dict) and metadata.keys() <= {*row.provenance, "benchmark"}:  # written, and searched
+        read.add("metadata")
+    return [name for name, value in row.raw.items() if name not in read and value not in (None, "", [], {})]
+
+
+def describe_unread(columns: Mapping[str, int]) -> str:
+    """Say which columns of rows are read by nothing; "" if there is none."""
+    more = f" and {len(columns) - _NUM_LISTED:,} more" if len(columns) > _NUM_LISTED else ""
+    return (
+        f"columns that are in no row, and not searched: {', '.join(islice(columns, _NUM_LISTED))}{more}"
+        if columns
+        else ""
+    )
+
+
 # Names of the two answers in rows of pairs, which fctune.data.pairs reads.
 _PAIR_COLUMNS = (
     ("chosen", "rejected"),
@@ -116,4 +142,4 @@ def describe_keys(noun: str, keys: Iterable[str], row: dict[str, Any]) -> str:
         hint = ". Rows of preference pairs need data.pairs=true and a preference section"
     elif isinstance(row.get("prompt"), str) and "completion" in row:
         hint = ". Text has no roles: write prompt and completion as lists of messages"
-    return f"{noun} found: {', '.join(map(str, islice(keys, 12))) or 'none'}{hint}"
+    return f"{noun} found: {', '.join(map(str, islice(keys, _NUM_LISTED))) or 'none'}{hint}"
