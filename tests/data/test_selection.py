@@ -191,6 +191,10 @@ def test_conditions_that_no_row_meets_are_an_error_with_what_there_is(
     rows = [{**CALLING, "grade": 1, "kind": "list"}, {**CALLING, "grade": 2, "kind": "tree"}]
     path, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
     selection = Selection(parse_conditions(where))
+    failed = {**api_rows.litellm(), "status": "failure"}
+    log = write(tmp_path / "log.jsonl", [failed, {**api_rows.litellm(), "status": "success"}])
+    with pytest.raises(DataError, match=r"values: success\. 1 record that failed is not among them"):
+        check_sources([log], selection=Selection(parse_conditions("status == failure")))
     for command in (
         ["check", path],
         ["convert", path, str(out)],

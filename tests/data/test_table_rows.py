@@ -143,6 +143,30 @@ def test_a_row_of_a_table_without_its_values_is_a_defect_also_if_it_is_the_first
     assert not isinstance(second, Defect)
 
 
+def test_a_row_whose_reply_is_in_a_column_that_is_not_mapped_names_it(tmp_path: Path) -> None:
+    columns = dict(pair.split("=") for pair in MAPPING.split(",")[:3])
+    _, reply = parse_source(write(tmp_path, TICKET, THANKS), columns=columns)
+    assert isinstance(reply, Defect)
+    assert reply.reason.endswith(f"Perhaps: --columns {MAPPING}")
+
+
+@pytest.mark.parametrize(("separator", "name"), [(";", "semicolons"), ("\t", "tabs"), ("|", "bars")])
+def test_other_separators_are_named(separator: str, name: str, tmp_path: Path) -> None:
+    path = Path(write(tmp_path, {"query": "Hello", "response": "Good day."}))
+    path.write_text(path.read_text().replace(",", separator))
+    with pytest.raises(DataError, match=f"values separated by {name}"):
+        list(parse_source(str(path)))
+    renamed = path.rename(tmp_path / "rows.tsv")
+    with pytest.raises(DataError, match="separated by tabs are not read"):
+        list(parse_source(str(renamed)))
+
+
+def test_a_suffix_in_capitals_is_a_suffix(tmp_path: Path) -> None:
+    path = Path(write(tmp_path, CALL)).rename(tmp_path / "ROWS.CSV")
+    (row,) = parse_source(str(path))
+    assert not isinstance(row, Defect)
+
+
 def test_several_calls_need_no_column_of_tools_if_tools_are_drafted(tmp_path: Path) -> None:
     answers = json.dumps([{"name": "a", "arguments": {"x": 1}}, {"name": "a", "arguments": {"x": 2.5, "y": True}}])
     path = write(tmp_path, {"query": "Twice", "answers": answers})

@@ -49,16 +49,25 @@ def suggest_columns(
     known = [name for name in ("tools", *mapped) if mapped.get(name, name) == "tools"]
     if any(isinstance(value, dict | list) for row in rows for name, value in row.items() if name not in known):
         return ""
+    listed = guess_columns(columns, rows, tools, mapped)
+    if not listed:
+        return TABLE_NEEDS
+    return f"{TABLE_NEEDS}Perhaps: --columns {listed}. This is a guess from the columns' names and values; check it. "
+
+
+def guess_columns(
+    columns: Sequence[str], rows: Sequence[Mapping[str, Any]], tools: Collection[str], mapped: Columns
+) -> str:
+    """Return the mapping so far, with further columns that look right, as ``--columns`` takes it; "" without any."""
     given = {own: name for own, name in mapped.items() if own in columns}
     taken = {*given.values(), *(name for name in columns if name not in given)} - {IGNORE}
     kinds = {name: _classify([row[name] for row in rows if name in row], tools) for name in columns}
     free = [name for name in columns if name not in given and name not in _ORDER]
     found = {own: target for target, own in _match(free, kinds, rows, taken).items()}
     if not found:
-        return TABLE_NEEDS
+        return ""
     pairs = sorted((given | found).items(), key=lambda pair: (*_ORDER, pair[1]).index(pair[1]))
-    listed = ",".join(f"{own}={name}" for own, name in pairs)
-    return f"{TABLE_NEEDS}Perhaps: --columns {listed}. This is a guess from the columns' names and values; check it. "
+    return ",".join(f"{own}={name}" for own, name in pairs)
 
 
 def _match(

@@ -76,11 +76,8 @@ def check_columns(columns: Columns, known: Iterable[str], where: str) -> None:
             continue
         if name not in names:
             close = get_close_matches(name, [*names, IGNORE], 1)
-            hint = f"; did you mean {close[0]}?" if close else "."
-            raise DataError(
-                f"{where}: columns: {own}={name}: no row format reads a column {name}{hint} Expected {IGNORE}, or one "
-                f"of {', '.join(names)}."
-            )
+            hint = f"; did you mean {close[0]}?" if close else f". Expected {IGNORE}, or one of {', '.join(names)}."
+            raise DataError(f"{where}: columns: {own}={name}: no row format reads a column {name}{hint}")
         if name in sources:
             raise DataError(f"{where}: columns: {sources[name]} and {own} are both mapped to {name}; map one of them.")
         sources[name] = own

@@ -16,7 +16,7 @@ from fctune.base.errors import DataError
 from fctune.config.parsing import suggest_hub_name
 from fctune.config.sections.data import DATA_SUFFIXES, Fold
 from fctune.data.conversation import Conversation, Tool
-from fctune.data.sources.column_hints import suggest_columns
+from fctune.data.sources.column_hints import guess_columns, suggest_columns
 from fctune.data.sources.columns import Columns, check_columns, describe_missing, map_columns
 from fctune.data.sources.defects import Defect, RowError, describe_value
 from fctune.data.sources.files import MAX_ROW_BYTES, open_rows
@@ -253,9 +253,8 @@ class RowReader:
             if error.kind == "answer_failed":
                 return LeftOut(error.kind, _describe_failure(error))
             reason = error.reason
-            if error.kind == "unknown_row_format" and file.endswith(_TABLES) and isinstance(decoded, dict):
-                filled = ", ".join(decoded) or "no column"
-                reason = f"values in {filled} only, which make no row; the cells of its other columns are empty"
+            if error.kind == "unknown_row_format" and file.lower().endswith(_TABLES) and isinstance(decoded, dict):
+                reason = self._describe_cells(decoded)
             return Defect(file, line, error.pointer, error.kind, reason)
         if kind := self._selection.find_reason(decoded, parsed.conversation):
             return LeftOut(kind)
@@ -269,6 +268,14 @@ class RowReader:
             reason = "another record continues this one with other tools, so that both are kept"
             parsed.warnings.append(RowWarning("", "tools_changed", reason))
         return parsed
+
+    def _describe_cells(self, row: dict[str, Any]) -> str:
+        """Say which cells a row of a table has, of those that would make a conversation, and what may be mapped."""
+        columns = self._context.columns
+        guess = guess_columns([*row, *(name for name in columns if name not in row)], [row], (), columns)
+        hint = f". Perhaps: --columns {guess}" if guess else ""
+        cells = ", ".join(row) or "no column"
+        return f"values in {cells} only, which make no row; the cells of its other columns are empty{hint}"
 
 
 def _describe_failure(error: RowError) -> str:
@@ -484,7 +491,9 @@ def _may_hold_reasoning(batch: Any) -> bool:
 def _scan_file(file: str, context: ReadContext, is_wanted: IsWanted | None) -> Iterator[tuple[int, Any]]:
     """Yield the line and value of each row; the value is a ``RowError`` for a row without one."""
     magic = b"" if file.startswith("hf:") else _read_magic(file)
-    if file.endswith(".csv"):
+    if file.lower().endswith(".tsv"):
+        raise DataError(f"{file}: values separated by tabs are not read. Save the table as CSV, with commas.")
+    if file.lower().endswith(".csv"):
         from fctune.data.sources.csv_rows import iter_csv
 
         yield from iter_csv(file, context.json)
@@ -541,7 +550,7 @@ def _has_known_format(file: str, line: int, value: Any, context: ReadContext) ->
     if detect_row_format({**header, **mapped}) is not None:  # only this row has no values there
         return True
     hints = suggest_columns(found, rows, {tool.name for tool in context.default_tools}, context.columns)
-    if header and hints:
+    if hints and (header or file.startswith("hf:")):
         listed = describe_keys("Columns", found, mapped)
         raise DataError(f"{file}:{line}: no row format has these columns. {listed}. {hints.rstrip()}")
     raise DataError(
@@ -552,7 +561,7 @@ def _has_known_format(file: str, line: int, value: Any, context: ReadContext) ->
 
 def _list_header(file: str) -> list[str]:
     """Return the columns that a table's header or schema names; none for other files."""
-    if file.endswith(".csv"):
+    if file.lower().endswith(".csv"):
         from fctune.data.sources.csv_rows import read_header
 
         return read_header(file)

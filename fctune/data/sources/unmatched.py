@@ -17,6 +17,7 @@ from fctune.data.sources.columns import Columns
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.reader import RowReader, decode_row, scan_source
 from fctune.data.sources.row_builder import ParsedRow
+from fctune.data.sources.row_formats.base import LeftOut
 from fctune.data.sources.selection import MISSING, Selection, find_value
 
 _NUM_LISTED = 12
@@ -47,12 +48,13 @@ def require_selected(
     if not selection.where or not left_out["not_selected"] + left_out["where_missing"]:
         return
     found = [_Found(condition) for condition in selection.where]
-    num_rows = 0
+    num_rows = num_failed = 0
     for path in paths:
         # Calls are read from rows without tools as well.
         reader = RowReader(row_format, columns, (Tool({"name": ""}),), selection=replace(selection, where=()))
         for row in scan_source(path, row_format, columns, fold, replace(selection, where=())):
             parsed = reader.read(row)
+            num_failed += isinstance(parsed, LeftOut) and parsed.kind == "answer_failed"
             if isinstance(parsed, ParsedRow):
                 num_rows += 1
                 decoded = decode_row(row.value, ReadContext()) if parsed.row_format != "synthetic" else {}
@@ -61,6 +63,9 @@ def require_selected(
     where = " and ".join(map(str, selection.where))
     found_values = " ".join(one.describe() for one in found)
     names = ", ".join(paths)
+    if num_failed:
+        failed = format_count(num_failed, "record that failed is", "records that failed are")
+        found_values += f" {failed} not among them (--failed keep, or failed: keep, reads them)."
     raise DataError(f"{names}: where {where}: met by none of {format_count(num_rows, 'row')}. {found_values}")
 
 
