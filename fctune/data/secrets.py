@@ -551,7 +551,7 @@ class SecretCounts:
         """Return the counts in words, such as ``2 secrets in 1 row (github_token 2, emails 0)``."""
         kinds = list_counts(self.kinds, self.searched)
         if not self.kinds:
-            return f"searched for secrets and personal data: {kinds}"
+            return f"found in the rows' texts: {kinds}"
         is_personal = any(kind in PERSONAL_KINDS for kind in self.kinds)
         noun = format_count(
             sum(self.kinds.values()),

@@ -706,12 +706,12 @@ def test_what_was_looked_for_is_said_if_nothing_is_found(
     assert report["secrets"] == {"rows": 0, "kinds": {}, "searched": ["secrets", "emails"]}
     assert report["unread_columns"] == {"metadata": 10, "model": 10}
     assert main(["data", "convert", path, out, "--redact", "secrets,phones"]) == 0
-    assert "searched for secrets and personal data: secrets 0, phones 0\n" in capsys.readouterr().out
+    assert "found in the rows' texts: secrets 0, phones 0\n" in capsys.readouterr().out
     assert main(["data", "cases", out, "--out", str(tmp_path / "cases.jsonl")]) == 0
-    assert "searched for secrets and personal data: secrets 0\n" in capsys.readouterr().out
+    assert "found in the rows' texts: secrets 0\n" in capsys.readouterr().out
     config = make_config(Path(path), secrets="redact", redact=RedactConfig(kinds=["emails"]))
     lines = describe_counts(prepare(config, tiny_base, tmp_path / "prepared"))
-    assert f"searched for secrets and personal data: emails 0; {unread}" in lines
+    assert f"found in the rows' texts: emails 0; {unread}" in lines
 
 
 def test_what_was_not_found_is_named_beside_what_was(tmp_path: Path) -> None:

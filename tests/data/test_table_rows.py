@@ -130,6 +130,9 @@ def test_names_that_say_nothing_are_told_by_values(tmp_path: Path) -> None:
     rows = [{"c1": f"Track parcel {i}", "c2": "track", "c3": '{"parcel": 1}', "c4": str(i)} for i in range(3)]
     with pytest.raises(DataError, match=r"Perhaps: --columns c1=query,c2=tool,c3=arguments[.]"):
         list(scan_source(write(tmp_path, *rows), tools=(Tool({"name": "track"}),)))
+    objects = {"userQuestion": "Track 1", "extra": '{"x": 1}', "toolName": "track", "toolArgs": "{}"}
+    with pytest.raises(DataError, match=r"Perhaps: --columns userQuestion=query,toolName=tool,toolArgs=arguments[.]"):
+        list(scan_source(write(tmp_path, objects)))
     calls = json.dumps([{"name": "track", "arguments": {}}])
     with pytest.raises(DataError, match=r"Perhaps: --columns c1=query,c2=answers,c3=tools[.]"):
         list(scan_source(write(tmp_path, {"c1": "Track parcel 1", "c2": calls, "c3": TOOLS})))

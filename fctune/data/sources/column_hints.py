@@ -77,10 +77,11 @@ def _match(
     found: dict[str, str] = {}
     has_calls = "answers" in taken
     for target in ("tools", "answers", "tool", "arguments"):
-        own = next((name for name in free if kinds[name] == target), None)
-        if own is None and target in _NAMED:
-            named = (name for name in free if kinds[name] == _NAMED[target] and _is_named(name, target))
-            own = next(named, None)
+        likely = [name for name in free if kinds[name] == target]
+        if target in _NAMED:
+            likely.sort(key=lambda name: not _is_named(name, target))
+            likely += [name for name in free if kinds[name] == _NAMED[target] and _is_named(name, target)]
+        own = next(iter(likely), None)
         if own is not None and target not in taken and not (has_calls and target in ("tool", "arguments")):
             found[target] = own
         has_calls = has_calls or "answers" in found

@@ -47,7 +47,6 @@ def detect_row_format(row: dict[str, Any]) -> str | None:
     return next((name for name, row_format in ROW_FORMATS.items() if row_format.matches(row)), None)
 
 
-_COLUMN = re.compile(r"[^.\[]*")  # of a pointer
 _NUM_LISTED = 12
 # Columns of what a row's placeholders, such as <image>, stand for; the placeholder alone would be trained as text.
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -103,12 +102,14 @@ def list_unread(row: ParsedRow) -> list[str]:
     row_format = ROW_FORMATS.get(row.row_format)
     if row_format is None:
         return []
-    pointers = (*row.message_pointers, row.tools_pointer)
-    read = {*row_format.columns, *SHARED_COLUMNS, *(_COLUMN.match(pointer)[0] for pointer in pointers)}  # type: ignore[index]
+    others = [name for name in row.raw if name not in row_format.columns and name not in SHARED_COLUMNS]
+    if not others:
+        return []
+    read = {re.split(r"[.\[]", pointer, maxsplit=1)[0] for pointer in (*row.message_pointers, row.tools_pointer)}
     metadata = row.raw.get("metadata")
     if isinstance(metadata, dict) and metadata.keys() <= {*row.provenance, "benchmark"}:  # written, and searched
         read.add("metadata")
-    return [name for name, value in row.raw.items() if name not in read and value not in (None, "", [], {})]
+    return [name for name in others if name not in read and row.raw[name] not in (None, "", [], {})]
 
 
 def describe_unread(columns: Mapping[str, int]) -> str:
