@@ -96,7 +96,10 @@ def _add_prepare(data: Any) -> None:
 
 
 def _add_tools(data: Any) -> None:
-    tools = data.add_parser("tools", help="draft the tools of rows that name none, such as sessions, from their calls")
+    tools = data.add_parser(
+        "tools",
+        help="write the tools of rows, and draft those of rows that name none, such as sessions, from their calls",
+    )
     tools.add_argument("paths", nargs="+", metavar="PATH", help="file, directory or hf:NAME, as for data check")
     tools.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file of tools to write")
     tools.add_argument("--force", action="store_true", help="replace the file if it exists")
@@ -241,16 +244,30 @@ def _draft_tools(arguments: argparse.Namespace) -> int:
 
     if arguments.out.exists() and not arguments.force:
         raise ConfigError(f"--out {arguments.out}: exists; pass --force to replace it.")
-    drafts = draft_tools(list_sources(arguments, arguments.paths))
-    write_file(arguments.out, "--out", lambda: json.dumps(drafts, indent=2, ensure_ascii=False) + "\n")
-    console, names = Terminal(highlight=False, markup=False), [draft["function"]["name"] for draft in drafts]
-    console.print(f"{format_count(len(drafts), 'tool')} in {arguments.out}: {', '.join(names)}", soft_wrap=True)
+    found = draft_tools(list_sources(arguments, arguments.paths))
+    write_file(arguments.out, "--out", lambda: json.dumps(found.tools, indent=2, ensure_ascii=False) + "\n")
+    console, names = Terminal(highlight=False, markup=False), [tool["function"]["name"] for tool in found.tools]
+    console.print(f"{format_count(len(names), 'tool')} in {arguments.out}: {', '.join(names)}", soft_wrap=True)
     tune = ["fctune", "tune", "--data", *arguments.paths, *repeat_reading_options(arguments)]
-    console.print(
-        "Drafts: add the descriptions that the agent had, which the model reads, and correct types and required "
-        f"parameters. Then: {shlex.join([*tune, '--tools', str(arguments.out)])}",
-        soft_wrap=True,
-    )
+    with_tools = shlex.join([*tune, "--tools", str(arguments.out)])
+    if found.variants:
+        several = [f"{name} {count:,}" for name, count in found.variants.items() if count > 1]
+        which = (
+            f"of several definitions, that of the most rows ({', '.join(several)})" if several else "each defined once"
+        )
+        console.print(f"{format_count(len(found.variants), 'tool')} as the rows carry them, {which}", soft_wrap=True)
+    if found.drafted:
+        console.print(
+            f"{format_count(len(found.drafted), 'draft')} from calls: {', '.join(found.drafted)}. Add the descriptions "
+            "that the agent had, which the model reads, and correct types and required parameters. Then: "
+            f"{with_tools}",
+            soft_wrap=True,
+        )
+    elif found.num_without:
+        rows = format_count(found.num_without, "row has", "rows have")
+        console.print(f"{rows} calls and no tools; --tools gives them these: {with_tools}", soft_wrap=True)
+    else:
+        console.print(f"No --tools is needed, as the rows have their tools: {shlex.join(tune)}", soft_wrap=True)
     return 0
 
 

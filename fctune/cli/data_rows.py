@@ -507,8 +507,7 @@ def _make_cases(arguments: argparse.Namespace) -> int:
             console.print(f"dropped {dropped} training and test tools or questions", soft_wrap=True)
     for counted in describe_left_out(made.left_out):
         console.print(f"skipped {counted}", soft_wrap=True)
-    if made.secrets.kinds:
-        console.print(made.secrets.describe_with_option(redact is not None), soft_wrap=True)
+    console.print(made.secrets.describe_with_option(redact is not None), soft_wrap=True)
     return 0
 
 

@@ -41,6 +41,7 @@ from fctune.data.sources import (
     Selection,
     UnreadRow,
 )
+from fctune.data.sources.row_formats.registry import list_unread
 
 KIND_BITS = {kind: 1 << number for number, kind in enumerate(AUGMENT_KINDS)}
 """Bits of a sample's kinds of augmentation; the highest bit is of replayed rows."""
@@ -52,8 +53,10 @@ class Counts:
     """Counts of the rows that were kept, cut, dropped and skipped."""
 
     rows: int = 0
-    folded: int = 0  # records that a row continues; not among the rows
+    folded: int = 0  # records that a row continues or repeats; not among the rows
     left_out: int = 0  # other records and parts of logs that are no rows, or not selected; not among the rows
+    left_out_kinds: dict[str, int] = field(default_factory=dict)  # both, by their kind in LEFT_OUT_KINDS
+    unread_columns: dict[str, int] = field(default_factory=dict)  # rows with columns that nothing reads, by column
     conversations: int = 0  # kept, both splits
     samples: int = 0  # of the kept conversations; more than one where the chat template rewrites earlier turns
     invalid: int = 0  # defects, skipped
@@ -71,7 +74,11 @@ class Counts:
     def add(self, other: Counts) -> None:
         """Add the counts of other rows in place."""
         for count in fields(self):
-            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
+            own, more = getattr(self, count.name), getattr(other, count.name)
+            if isinstance(own, dict):
+                own.update({name: own.get(name, 0) + number for name, number in more.items()})
+            else:
+                setattr(self, count.name, own + more)
 
 
 class _OverlongError(DataError):
@@ -218,7 +225,8 @@ class ChunkEncoder:
         is_replay = chunk.source >= len(self.config.sources)
         left_out: Counter[str] = Counter()
         buffers, counts, defects = _Buffers(), Counts(), list[Defect]()
-        secrets = SecretCounts()
+        secrets = SecretCounts(searched=[] if self._screen is None else list(self._screen.scanner.kinds))
+        unread: Counter[str] = Counter()
         num_sampled, num_unreadable, num_trained, over_limit = 0, 0, 0, []
         for index, row in enumerate(chunk.rows):
             left_out.update(row.left_out or {})
@@ -231,6 +239,7 @@ class ChunkEncoder:
                 defects.append(parsed)
                 num_unreadable += 1
                 continue
+            unread.update(list_unread(parsed) if isinstance(parsed, ParsedRow) else ())
             digest, split = parsed.digest(), find_split(parsed, source)
             held_out = is_held_out(split, self.config.validation_share)
             repeats = not held_out if is_replay else count_repeats(digest, source.weight)
@@ -269,7 +278,8 @@ class ChunkEncoder:
             texts = {(row.file, row.line): row.value for row in chunk.rows}
             hide = self._screen.scanner.hide
             defects = [hide(defect, texts.get((defect.file, defect.line), "")) for defect in defects]
-        counts.folded = left_out.pop("folded_record", 0)
+        counts.left_out_kinds, counts.unread_columns = dict(left_out), dict(unread)
+        counts.folded = left_out.pop("folded_record", 0) + left_out.pop("repeated_record", 0)
         counts.left_out = left_out.total()
         weights = np.frombuffer(buffers.weights, np.float64).astype(np.float32)
         counts.samples, counts.tokens = len(buffers.lengths), len(weights)

@@ -42,6 +42,7 @@ from fctune.data.sources import (
 )
 from fctune.data.sources.columns import Columns
 from fctune.data.sources.row_formats.registry import list_columns
+from fctune.data.sources.unmatched import require_selected
 
 CHANGE_KINDS: dict[str, str] = {
     "arguments_rewritten": "calls whose arguments were an object, or are spelled differently",
@@ -137,7 +138,7 @@ class ConversionReport:
             lines.append(
                 "  `fctune data check` shows them; --drop KIND,... leaves rows with these kinds of warnings out"
             )
-        if self.secrets.kinds:
+        if self.secrets.kinds or self.secrets.searched:
             lines.append(self.secrets.describe_with_option(self.is_redacted))
         lines.append("Nothing was written." if out is None else f"{format_count(self.converted, 'row')} in {out}")
         return lines
@@ -193,19 +194,22 @@ def convert_source(
         redact: Replace secrets by placeholders; None counts them.
 
     Raises:
-        DataError: The source cannot be read, or not to its end.
+        DataError: The source cannot be read, or not to its end; or no row meets the conditions.
         RowsSkippedError: No row can be converted, or with ``is_strict`` one cannot.
     """
     reader = RowReader(row_format, columns, tools, selection=selection)
     chooser = _Chooser(frozenset(drop), is_distinct)
     screen, report = SecretScreen(redact), ConversionReport(is_redacted=redact is not None)
+    report.secrets.searched = list(screen.scanner.kinds)
     with contextlib.closing(chooser), open_atomically(out) as file:
-        for row in islice(scan_source(path, row_format, columns, fold, selection), max_samples):
+        for row in islice(scan_source(path, row_format, columns, fold, selection, tools), max_samples):
             line = _convert(row, reader, report, tools, chooser, screen)
             if line is not None:
                 file.write(line)
             if on_progress is not None and report.rows % _PROGRESS_ROWS == 0:
                 on_progress(report)
+        if not report.rows:
+            require_selected([path], report.left_out, row_format, columns, fold, selection)
         if not report.converted or (is_strict and report.num_skipped):
             raise RowsSkippedError(report)
         report.near_duplicates = chooser.count_near_duplicates()

@@ -89,12 +89,16 @@ class FoldIndex:
         if self._reasoning.setdefault(beginning, reasoning) != reasoning:
             self._ambiguous.add(beginning)
 
-    def find_folded(self) -> Mask:
-        """Return a mask ``[records]`` of those that begin, or equal, another kept one, up to their last answer."""
+    def find_folded(self) -> tuple[Mask, Mask]:
+        """Return masks ``[records]`` of those that begin another kept one, and of those that only equal a later one.
+
+        Records are compared up to their last answer.
+        """
         ambiguous = np.fromiter(self._ambiguous, np.uint64, len(self._ambiguous))
-        is_ambiguous = np.isin(self._records.get_records(), ambiguous)
-        folded: Mask = self._exact.find_repeated() | (self._records.find_repeated() & ~is_ambiguous)
-        return folded
+        is_plain = ~np.isin(self._records.get_records(), ambiguous)
+        begins: Mask = self._exact.find_continued() | (self._records.find_continued() & is_plain)
+        equals: Mask = self._exact.find_repeated() | (self._records.find_repeated() & is_plain)
+        return begins, equals & ~begins
 
     def find_changed(self) -> Mask:
         """Return a mask ``[records]`` of those whose messages begin those of another record with other tools only."""
@@ -150,12 +154,12 @@ class _Hashes:
         return continued
 
     def find_repeated(self) -> Mask:
-        """Return a mask ``[records]`` of those that are the beginning of another, or equal a later one."""
+        """Return a mask ``[records]`` of those that equal a later one."""
         records = self.get_records()
         _, last = np.unique(records[::-1], return_index=True)
         is_last = np.zeros(len(records), np.bool_)
         is_last[len(records) - 1 - last] = True
-        repeated: Mask = (self.find_continued() | ~is_last) & (records != 0)
+        repeated: Mask = ~is_last & (records != 0)
         return repeated
 
 

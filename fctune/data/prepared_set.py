@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,9 @@ from fctune.data.encoding import encode_sources
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.packing import pack_best_fit
 from fctune.data.secrets import SecretCounts
+from fctune.data.sources import LEFT_OUT_KINDS, Selection
+from fctune.data.sources.row_formats.registry import describe_unread
+from fctune.data.sources.unmatched import require_selected
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -274,7 +278,7 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
         none = f"no conversation held out for validation ({share} of so few); validation loss is not measured"
         lines.append(f"{num_held_out:,} held out for validation ({share})" if num_held_out else none)
     if counts.folded or counts.left_out:
-        lines.append(_describe_records(counts))
+        lines += _describe_records(counts)
     for count, what in (
         (counts.overlong, f"dropped, longer than {prepared.seq_len:,} tokens"),
         (counts.cut, f"cut to {prepared.seq_len:,} tokens"),
@@ -290,29 +294,30 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
     if counts.replayed:
         share = f"{format_share(prepared.inputs['replay']['share'])} of the training conversations"
         lines.append(f"{format_count(counts.replayed, 'conversation')} of data.replay, {share}")
-    if prepared.secrets.kinds:
-        hint = (
-            "" if prepared.is_redacted else "; `fctune data check` lists the places, data.secrets=redact replaces them"
-        )
-        lines.append(
-            ("" if prepared.is_redacted else "warning: ") + prepared.secrets.describe(prepared.is_redacted) + hint
-        )
+    if prepared.secrets.kinds or prepared.secrets.searched:
+        is_safe = prepared.is_redacted or not prepared.secrets.kinds
+        hint = "" if is_safe else "; `fctune data check` lists the places, data.secrets=redact replaces them"
+        lines.append(("" if is_safe else "warning: ") + prepared.secrets.describe(prepared.is_redacted) + hint)
+        if unread := describe_unread(counts.unread_columns):
+            lines[-1] += f"; {unread}"
     for source in prepared.sources:
         if source.kinds:
             lines += [f"{describe_skipped(source)}:", *(f"  {line}" for line in source.describe_kinds())]
     return lines
 
 
-def _describe_records(counts: Counts) -> str:
-    """Describe how many records and parts of logs the rows are from, and why the others are none."""
-    parts = [
-        f"{counts.folded:,} the beginning of others, which hold them too (data.sources.fold)" if counts.folded else "",
-        f"{counts.left_out:,} failed, not selected (data.sources.where) or of no conversation"
-        if counts.left_out
-        else "",
-    ]
-    num_records = format_count(counts.rows + counts.folded + counts.left_out, "record")
-    return f"{num_records} read: {', '.join([format_count(counts.rows, 'row'), *filter(None, parts)])}"
+def _describe_records(counts: Counts) -> list[str]:
+    """Describe how many records and parts of logs the rows are from, and why the others are none, each in a line."""
+    num_left_out = counts.folded + counts.left_out
+    num_records = format_count(counts.rows + num_left_out, "record")
+    # Sets of earlier versions have no kinds.
+    head = f"{num_records} read: {format_count(counts.rows, 'row')}, {num_left_out:,} left out"
+    return [f"{head}:" if counts.left_out_kinds else head, *(f"  {line}" for line in _list_left_out(counts))]
+
+
+def _list_left_out(counts: Counts) -> list[str]:
+    kinds = sorted(counts.left_out_kinds.items(), key=lambda item: -item[1])
+    return [f"{count:,} {LEFT_OUT_KINDS[kind]}" for kind, count in kinds]
 
 
 def _dump_augmented(augmented: AugmentCounts) -> dict[str, Any]:
@@ -369,6 +374,10 @@ def _write(
             os.fsync(file.fileno())
     if config.validation_share and not members["validation"]:
         _hold_out_one(members, np.asarray(splits, dtype=np.uint64), len(splits) - num_replayed)
+    if not counts.rows:
+        for source in config.sources:
+            left_out, selection = Counter(counts.left_out_kinds), Selection.from_config(source)
+            require_selected([source.path], left_out, source.format, source.columns, source.fold, selection)
     if not members["train"]:
         raise DataError(_explain_no_rows(counts, config))
     arrays: dict[str, NDArray[Any]] = {
@@ -436,15 +445,17 @@ def _pack(
 
 def _explain_no_rows(counts: Counts, config: DataConfig) -> str:
     losses = [
-        f"{count:,} {what}"
-        for count, what in (
-            (counts.invalid, "invalid"),
-            (counts.left_out, "failed, not selected (data.sources.where) or of no conversation"),
-            (counts.overlong, f"longer than data.seq_len={config.seq_len}"),
-            (counts.unsupervised, f"without supervised tokens under data.train_on={config.train_on}"),
-            (counts.conversations, f"in the validation split (data.validation_share={config.validation_share})"),
-        )
-        if count
+        *_list_left_out(counts),
+        *(
+            f"{count:,} {what}"
+            for count, what in (
+                (counts.invalid, "invalid"),
+                (counts.overlong, f"longer than data.seq_len={config.seq_len}"),
+                (counts.unsupervised, f"without supervised tokens under data.train_on={config.train_on}"),
+                (counts.conversations, f"in the validation split (data.validation_share={config.validation_share})"),
+            )
+            if count
+        ),
     ]
     paths = ", ".join(source.path for source in config.sources)
     return f"{paths}: no row to train on: {counts.rows:,} read, {'; '.join(losses) or 'none usable'}."

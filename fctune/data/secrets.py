@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -389,6 +389,7 @@ class SecretScanner:
     """
 
     def __init__(self, kinds: Sequence[str] = ("secrets",)):
+        self.kinds = tuple(kinds)
         self.has_secrets = "secrets" in kinds
         self._rules: tuple[_Rule, ...] = _load_rules() if self.has_secrets else ()
         self._rules += tuple(_PERSONAL[kind] for kind in kinds if kind != "secrets")
@@ -521,11 +522,15 @@ def warn(findings: Sequence[Finding], others: Iterable[RowWarning]) -> list[RowW
 
 @dataclass(slots=True)
 class SecretCounts:
-    """Places with secrets by kind, the rows that have them, and the turns that became context because of them."""
+    """Places with secrets by kind, the rows that have them, and the turns that became context because of them.
+
+    ``searched`` are the texts that were looked for, such as ``emails``.
+    """
 
     rows: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     turns: int = 0
+    searched: list[str] = field(default_factory=list)
 
     def count(self, findings: Sequence[Finding], num_turns: int = 0) -> None:
         """Count the findings of a row, and its turns that are context because of them."""
@@ -538,12 +543,15 @@ class SecretCounts:
         """Add the counts of other rows in place."""
         self.rows += other.rows
         self.turns += other.turns
+        self.searched = self.searched or list(other.searched)
         for kind, count in other.kinds.items():
             self.kinds[kind] = self.kinds.get(kind, 0) + count
 
     def describe(self, is_redacted: bool) -> str:
-        """Return the counts in words, such as ``2 secrets in 1 row (github_token 2)``."""
-        kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.kinds.items()))
+        """Return the counts in words, such as ``2 secrets in 1 row (github_token 2, emails 0)``."""
+        kinds = list_counts(self.kinds, self.searched)
+        if not self.kinds:
+            return f"found in the rows' texts: {kinds}"
         is_personal = any(kind in PERSONAL_KINDS for kind in self.kinds)
         noun = format_count(
             sum(self.kinds.values()),
@@ -557,16 +565,25 @@ class SecretCounts:
 
     def describe_with_option(self, is_redacted: bool) -> str:
         """Return ``describe`` for commands that have ``--redact``, which is named where nothing was replaced."""
-        return self.describe(is_redacted) + ("" if is_redacted else "; --redact replaces them")
+        return self.describe(is_redacted) + ("" if is_redacted or not self.kinds else "; --redact replaces them")
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SecretCounts:
         """Return the counts that ``to_json`` wrote."""
-        return cls(values.get("rows", 0), dict(values.get("kinds", {})), values.get("turns", 0))
+        kinds, searched = dict(values.get("kinds", {})), list(values.get("searched", ()))
+        return cls(values.get("rows", 0), kinds, values.get("turns", 0), searched)
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as plain values."""
-        return {"rows": self.rows, "turns": self.turns, "kinds": dict(sorted(self.kinds.items()))}
+        kinds = dict(sorted(self.kinds.items()))
+        return {"rows": self.rows, "turns": self.turns, "kinds": kinds, "searched": self.searched}
+
+
+def list_counts(kinds: Mapping[str, int], searched: Sequence[str]) -> str:
+    """Return the kinds with their counts, and what was looked for and not found with 0."""
+    groups = {{"email": "emails", "home_path": "paths", "phone": "phones"}.get(kind, "secrets") for kind in kinds}
+    found = [f"{kind} {count:,}" for kind, count in sorted(kinds.items())]
+    return ", ".join([*found, *(f"{name} 0" for name in searched if name not in groups)])
 
 
 def _is_phone_placeholder(text: str) -> bool:

@@ -689,3 +689,34 @@ def test_the_page_of_a_check_lists_kinds(tmp_path: Path) -> None:
     assert [finding.kind for finding in report.warning_kinds] == ["personal_data"]
     write_data_html(report, tmp_path / "page.html")
     assert "an email address" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_what_was_looked_for_is_said_if_nothing_is_found(
+    tmp_path: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = [make_row({}, number) for number in range(20)]
+    noted = {"metadata": {"api_key": "sk-proj-" + "a1B2" * 10}, "model": "gpt-4o", "none": None}
+    path = str(write_rows(tmp_path / "rows.jsonl", [{**row, **noted} for row in plain[:10]] + plain[10:]))
+    out = str(tmp_path / "out.jsonl")
+    unread = "columns that are in no row, and not searched: metadata, model"
+    assert main(["data", "check", path, "--secrets", "secrets,emails", "--json", str(tmp_path / "check.json")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"0 with secrets or personal data (secrets 0, emails 0); {unread}" in said
+    report = json.loads((tmp_path / "check.json").read_text())
+    assert report["secrets"] == {"rows": 0, "kinds": {}, "searched": ["secrets", "emails"]}
+    assert report["unread_columns"] == {"metadata": 10, "model": 10}
+    assert main(["data", "convert", path, out, "--redact", "secrets,phones"]) == 0
+    assert "found in the rows' texts: secrets 0, phones 0\n" in capsys.readouterr().out
+    assert main(["data", "cases", out, "--out", str(tmp_path / "cases.jsonl")]) == 0
+    assert "found in the rows' texts: secrets 0\n" in capsys.readouterr().out
+    config = make_config(Path(path), secrets="redact", redact=RedactConfig(kinds=["emails"]))
+    lines = describe_counts(prepare(config, tiny_base, tmp_path / "prepared"))
+    assert f"found in the rows' texts: emails 0; {unread}" in lines
+
+
+def test_what_was_not_found_is_named_beside_what_was(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [make_row({"user": PERSONAL["email"](1)}, 1)])
+    report = convert_source(str(path), tmp_path / "out.jsonl", redact=RedactConfig(kinds=["secrets", "emails"]))
+    assert report.secrets.describe(is_redacted=True) == (
+        "1 secret or personal datum in 1 row (email 1, secrets 0) replaced by placeholders"
+    )

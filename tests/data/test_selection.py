@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from fctune.base.errors import DataError
 from fctune.cli import main
 from fctune.config.conditions import parse_conditions
 from fctune.config.fields import SectionProblems
@@ -16,8 +20,8 @@ from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.check.checker import check_sources
 from fctune.data.conversation import Conversation, Tool
 from fctune.data.conversion import convert_source
-from fctune.data.prepared_set import describe_counts, prepare
-from fctune.data.sources import ParsedRow, RowReader, Selection, read_source, scan_source
+from fctune.data.prepared_set import describe_counts, open_prepared, prepare
+from fctune.data.sources import LEFT_OUT_KINDS, ParsedRow, RowReader, Selection, read_source, scan_source
 from tests import api_rows
 from tests.api_rows import Row
 from tests.trace_rows import FUNCTION, SESSION, assistant, event, otlp, result, span, text_block, use, user
@@ -139,7 +143,72 @@ def test_counts_add_up_whatever_is_left_out(tmp_path: Path, tiny_base: Path) -> 
     config = DataConfig(sources=[source], on_invalid="skip", max_invalid_share="90%", seq_len=256)
     prepared = prepare(config, tiny_base, tmp_path / "prepared")
     assert (prepared.counts.rows, prepared.counts.left_out, prepared.counts.conversations) == (2, 3, 1)
-    assert any("5 records read: 2 rows, 3 failed, not selected" in line for line in describe_counts(prepared))
+    lines = describe_counts(prepared)
+    at = lines.index("5 records read: 2 rows, 3 left out:")
+    assert sorted(line.split(maxsplit=1) for line in lines[at + 1 : at + 4]) == sorted(
+        [str(count), LEFT_OUT_KINDS[kind]] for kind, count in left_out.items()
+    )
+    again = open_prepared(prepared.path)
+    assert again.counts.left_out_kinds == left_out
+
+
+def test_the_field_that_says_that_an_answer_failed_is_named(tmp_path: Path) -> None:
+    records = [
+        {**api_rows.litellm(), "status": "failure"},
+        {**api_rows.litellm(), "status": "failure"},
+        {**api_rows.litellm(), "error": "quota of key sk-1 exceeded"},
+        CALLING,
+    ]
+    report = check_sources([write(tmp_path / "rows.jsonl", records)])
+    assert report.left_out == {"answer_failed": 3}
+    assert report.failures == {"status: failure": 2, "error": 1}
+    printed = StringIO()
+    Console(width=120, file=printed).print(report.render_text())
+    assert "2 with status: failure" in printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (
+            "tool == serach",
+            r"met by none of 2 rows\. tool == serach: met by no row \(did you mean search\?\); tools that",
+        ),
+        (
+            "tool == search and grade == 5",
+            r"tool == search: met by 2 rows\. grade == 5.*: met by no row; values are 1 to 2",
+        ),
+        (
+            "tool == search and grad == 5",
+            r"grad: no such column or key \(did you mean grade\?\); there are messages, tools",
+        ),
+        ("kind == lst", r"met by no row \(did you mean list\?\); values: list, tree\."),
+    ],
+)
+def test_conditions_that_no_row_meets_are_an_error_with_what_there_is(
+    where: str, message: str, tmp_path: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**CALLING, "grade": 1, "kind": "list"}, {**CALLING, "grade": 2, "kind": "tree"}]
+    path, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
+    selection = Selection(parse_conditions(where))
+    failed = {**api_rows.litellm(), "status": "failure"}
+    log = write(tmp_path / "log.jsonl", [failed, {**api_rows.litellm(), "status": "success"}])
+    with pytest.raises(DataError, match=r"values: success\. 1 record that failed is not among them"):
+        check_sources([log], selection=Selection(parse_conditions("status == failure")))
+    for command in (
+        ["check", path],
+        ["convert", path, str(out)],
+        ["cases", path, "--out", str(out)],
+        ["augment", path, str(out), "--kinds", "shuffle_tools"],
+        ["tools", path, "--out", str(out)],
+    ):
+        assert main(["data", *command, "--where", where]) == 2
+        assert re.search(message, capsys.readouterr().err)
+    with pytest.raises(DataError, match=message):
+        check_sources([path], selection=selection)
+    config = DataConfig(sources=[SourceConfig(path=path, where=where)], seq_len=256)
+    with pytest.raises(DataError, match=message):
+        prepare(config, tiny_base, tmp_path / "prepared")
 
 
 def test_synthetic_rows_are_selected_by_their_counts(tmp_path: Path) -> None:
@@ -208,7 +277,7 @@ def test_commands_take_the_same_options(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["data", "convert", path, str(tmp_path / "out.jsonl"), *options]) == 0
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
     assert main(["data", "cases", path, "--out", str(tmp_path / "cases.jsonl"), *options]) == 0
-    assert "1 record that is left out of its log or not selected" in capsys.readouterr().out
+    assert "1 records that do not meet the conditions (where)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("where", "count"), [("tool == get_weather", 1), ("tool == search", 0), ("messages >= 4", 1)])

@@ -674,7 +674,7 @@ def test_records_that_others_continue_are_folded(claim: str, tmp_path: Path) -> 
     kept = [row for row in rows if isinstance(row, ParsedRow)]
     assert [len(row.conversation.messages) for row in kept] == lengths
     left_out = count_left_out(path)
-    assert left_out["folded_record"] == num_folded
+    assert left_out["folded_record"] + left_out["repeated_record"] == num_folded
     assert len(rows) + left_out.total() == len(records)
     assert len(list(scan_source(path, fold="never"))) == len(records)
     report = convert_source(path, tmp_path / "out.jsonl")
@@ -725,7 +725,8 @@ def test_records_that_differ_in_the_ids_of_calls_alone_are_one_conversation(tmp_
         records += [exchange(asked, called), exchange([*asked, called, named], TRAJECTORY[4])]
     path = write(tmp_path / "rows.jsonl", records)
     assert len(read(path)) == 1
-    assert count_left_out(path) == {"folded_record": 3}
+    assert count_left_out(path) == {"folded_record": 2, "repeated_record": 1}
+    assert count_left_out(write(tmp_path / "first.jsonl", records[::2])) == {"repeated_record": 1}
     source = SourceConfig(path=path)
     rows = [row for row in parse_source(path, fold="never") if isinstance(row, ParsedRow)]
     assert len({find_split(row, source) for row in rows}) == 1
@@ -752,7 +753,7 @@ def test_what_follows_the_last_answer_keeps_no_record(rest: list[Row], tmp_path:
     (row,) = read(str(tmp_path))
     assert isinstance(row, ParsedRow)
     assert texts(row)[-1] == ("You're welcome." if rest else "[Request interrupted]\nAnd Rome?")
-    assert count_left_out(str(tmp_path))["folded_record"] == 1
+    assert count_left_out(str(tmp_path))["folded_record" if rest else "repeated_record"] == 1
 
 
 def test_turns_that_only_an_earlier_record_trains_are_not_folded_away(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ class ChatTerminal:
         self._simulates = simulates
         self._thought = ""
         self._has_failed = False
+        self._has_ended = False  # the input, if it is a file or a pipe
 
     def run(self, chat: Chat) -> bool:
         """Talk until the user leaves; returns True if an answer failed."""
@@ -76,7 +77,9 @@ class ChatTerminal:
             if not sys.stdin.isatty():  # nobody is there to type something else
                 raise
             stopped = "\nanswer cancelled"  # below the ^C that the terminal shows
-        if stopped is not None:
+        if stopped is not None and self._has_ended and style == "yellow":
+            self._print(stopped, "dim")  # nothing went wrong, and nobody is there to say it again
+        elif stopped is not None:
             self._print(stopped, style)
             self._print("your message was taken back", "dim")
 
@@ -98,6 +101,10 @@ class ChatTerminal:
         results = []
         for call in calls:
             result = self._find_result(chat, call)
+            if result is None and self._has_ended:
+                raise EpisodeStopped(
+                    f"end of the input, which has no line with the result of {call.name} (--simulate makes results up)"
+                )
             if result is None:
                 raise EpisodeStopped("call dropped: no result given")
             results.append(result)
@@ -154,6 +161,7 @@ class ChatTerminal:
         except EOFError:
             return None
         if not line:
+            self._has_ended = True
             return None
         self._print(f"{prompt}{line.rstrip()}", "dim")  # a transcript of what was fed in
         return line.rstrip("\n")

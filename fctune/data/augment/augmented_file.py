@@ -40,6 +40,7 @@ from fctune.data.sources import (
     scan_source,
 )
 from fctune.data.sources.columns import Columns
+from fctune.data.sources.unmatched import require_selected
 
 _PROGRESS_ROWS = 500
 _NUM_SHOWN = 10
@@ -89,7 +90,7 @@ class AugmentReport:
             lines += [f"  {defect}" for defect in self.skipped[:_NUM_SHOWN]]
             if self.num_skipped > _NUM_SHOWN:
                 lines.append(f"  ... and {self.num_skipped - _NUM_SHOWN:,} more; `fctune data check` lists them")
-        if self.secrets.kinds:
+        if self.secrets.kinds or self.secrets.searched:
             lines.append(self.secrets.describe_with_option(self.is_redacted))
         return [*lines, f"{format_count(self.written, 'row')} in {out}"]
 
@@ -208,6 +209,7 @@ def augment_source(
     pool_screen = screen if redact is not None else None
     augmenter = open_augmenter(path, config, row_format, columns, validation_share, fold, selection, pool_screen)
     report = AugmentReport(shares=augmenter.shares, is_redacted=redact is not None)
+    report.secrets.searched = list(screen.scanner.kinds)
     with open_atomically(out) as file:
         for row in islice(_iter_rows(path, row_format, columns, fold, selection, screen, report), max_samples):
             report.rows += 1
@@ -226,6 +228,8 @@ def augment_source(
             if on_progress is not None and report.rows % _PROGRESS_ROWS == 0:
                 on_progress(report)
         report.kinds = augmenter.take_counts()
+        if not report.rows:
+            require_selected([path], report.left_out, row_format, columns, fold, selection)
         if not report.written:
             raise DataError(f"{path}: no usable row; `fctune data check {path}` lists why.")
         check_counts(report.kinds, report.shares, "--kinds ")

@@ -34,6 +34,8 @@ from fctune.data.conversation_encoder import get_defect_kind
 from fctune.data.secrets import SecretCounts, SecretScanner, warn
 from fctune.data.sources import DEFAULT_SELECTION, Defect, LeftOut, ParsedRow, RowReader, Selection, scan_source
 from fctune.data.sources.columns import Columns
+from fctune.data.sources.row_formats.registry import list_unread
+from fctune.data.sources.unmatched import require_selected
 
 Encode = Callable[[Conversation], tuple[int, int]]
 """Counts the tokens and the supervised tokens of a conversation; raises ``DataError`` if it cannot be rendered."""
@@ -76,12 +78,15 @@ def check_sources(
         secrets: Texts to warn about: ``secrets``, ``emails``, ``phones``, ``paths``.
 
     Raises:
-        DataError: A path does not exist, or rows have an unknown format. Truncated files are part of the report.
+        DataError: A path does not exist, rows have an unknown format, or none meets the conditions. Truncated files are
+            part of the report.
     """
     check = _Check(encode, seq_len, validation, eval_suites, on_progress, ReasoningCount(template), secrets)
     try:
         for path in paths:
             check.read(path, row_format, max_samples, columns, fold, selection)
+        if not check.num_rows:
+            require_selected(paths, check.left_out, row_format, columns, fold, selection)
         return check.report()
     finally:
         check.similarity.close()
@@ -102,6 +107,7 @@ class _Check:
     ) -> None:
         self.scanner = SecretScanner(secrets)
         self.secrets = SecretCounts()
+        self.unread: Counter[str] = Counter()
         self.start = time.monotonic()
         self.encode = encode
         self.seq_len = seq_len
@@ -121,6 +127,7 @@ class _Check:
         self.examples: dict[str, list[Example]] = defaultdict(list)
         self.notes: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
         self.augmented = AugmentedRows()
         self.classes: Counter[str] = Counter()
         self.declared: Counter[str] = Counter()
@@ -172,6 +179,7 @@ class _Check:
                 parsed = reader.read(row)
                 if isinstance(parsed, LeftOut):
                     self.left_out[parsed.kind] += 1
+                    self.failures.update([parsed.cause] if parsed.cause else [])
                 else:
                     yield self.scanner.hide(parsed, row.value) if isinstance(parsed, Defect) else parsed
         except DataError as error:
@@ -210,6 +218,7 @@ class _Check:
         kinds = set()
         findings = self.scanner.locate(row)
         self.secrets.count(findings)
+        self.unread.update(list_unread(row))
         for warning in warn(findings, iter_warnings(row)):
             self.warning_counts[warning.kind] += 1
             kinds.add(warning.kind)
@@ -248,8 +257,10 @@ class _Check:
             warning_kinds=make_findings(self.warning_counts, self.rows_of, self.examples),
             notes=dict(self.notes.most_common()),
             left_out=dict(self.left_out.most_common()),
+            failures=dict(self.failures.most_common()),
             augmented=self.augmented,
-            secrets=SecretsFound(self.secrets.rows, dict(sorted(self.secrets.kinds.items()))),
+            secrets=SecretsFound(self.secrets.rows, dict(sorted(self.secrets.kinds.items())), list(self.scanner.kinds)),
+            unread_columns=dict(self.unread.most_common()),
             classes={name: self.classes[name] for name in CLASSES},
             num_messages=Lengths.from_counts(self.messages),
             num_characters=Lengths.from_counts(self.characters),

@@ -9,6 +9,7 @@ import functools
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from itertools import islice
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -21,7 +22,9 @@ from fctune.config.intervals import choose_noun, format_count
 from fctune.config.sections.data import ADDITIONS
 from fctune.data.check.reasoning import ReasoningUse
 from fctune.data.check.warnings import CLASSES, WARNING_KINDS
+from fctune.data.secrets import list_counts
 from fctune.data.sources import DEFECT_KINDS, LEFT_OUT_KINDS, NOTE_KINDS
+from fctune.data.sources.row_formats.registry import describe_unread
 
 SCHEMA_VERSION = 2
 NUM_EXAMPLES = 5
@@ -174,6 +177,7 @@ class SecretsFound:
 
     rows: Annotated[int, "Conversations with a secret"] = 0
     kinds: Annotated[dict[str, int], "Places by kind of secret"] = field(default_factory=dict)
+    searched: Annotated[list[str], "What was looked for: secrets, emails, phones, paths"] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -195,8 +199,10 @@ class Report:
     warning_kinds: Annotated[list[Finding], "Warnings by kind, the most frequent first"]
     notes: Annotated[dict[str, int], "Number of conversions made while reading rows, by kind"]
     left_out: Annotated[dict[str, int], "Number of records and parts of logs that were left out, by kind"]
+    failures: Annotated[dict[str, int], "Records with an answer that failed, by the field and value that say so"]
     augmented: AugmentedRows
     secrets: SecretsFound
+    unread_columns: Annotated[dict[str, int], "Rows with a column of which nothing is in the conversation, by column"]
     classes: Annotated[dict[str, int], CLASSES]
     num_messages: Lengths
     num_characters: Lengths
@@ -236,7 +242,11 @@ class Report:
             lines = [f"  {count:>9,}  {NOTE_KINDS[kind]}" for kind, count in self.notes.items()]
             parts.append(Text("\nConversions\n" + "\n".join(lines)))
         if self.left_out:
-            lines = [f"  {count:>9,}  {LEFT_OUT_KINDS[kind]}" for kind, count in self.left_out.items()]
+            lines = []
+            for kind, count in self.left_out.items():
+                lines.append(f"  {count:>9,}  {LEFT_OUT_KINDS[kind]}")
+                causes = self.failures.items() if kind == "answer_failed" else ()
+                lines += [f"             {number:,} with {cause}" for cause, number in islice(causes, NUM_EXAMPLES)]
             parts.append(Text("\nLeft out\n" + "\n".join(lines)))
         if self.duplicates or self.near_duplicates:
             parts.append(Text("\nRepeats", style="bold"))
@@ -268,9 +278,10 @@ class Report:
         if self.augmented.kinds:
             made = self.augmented.changed + self.augmented.added
             table.add_row(f"{made:,}", f"augmented: {self.augmented.describe()}", style="dim")
-        if self.secrets.kinds:
-            kinds = ", ".join(f"{kind} {count:,}" for kind, count in self.secrets.kinds.items())
-            table.add_row(f"{self.secrets.rows:,}", f"with secrets or personal data ({kinds})", style="yellow")
+        kinds = list_counts(self.secrets.kinds, self.secrets.searched)
+        unread = f"; {text}" if (text := describe_unread(self.unread_columns)) else ""
+        style = "yellow" if self.secrets.kinds else "dim"
+        table.add_row(f"{self.secrets.rows:,}", f"with secrets or personal data ({kinds}){unread}", style=style)
         lengths = self.num_characters
         text = f"characters in the median, {lengths.p99:,} at the 99th percentile"
         table.add_row(f"{lengths.p50:,}", text, style="dim")

@@ -25,6 +25,17 @@ Convert = Callable[[Any], Any]
 IsWanted = Callable[[pa.RecordBatch], bool]
 
 
+def read_schema(path: str) -> list[str]:
+    """Return the columns of a Parquet file or an Arrow stream; none if it cannot be read."""
+    try:
+        if not path.endswith(".arrow"):
+            return list(pq.read_schema(path).names)
+        with pa.memory_map(path) as source:
+            return list(pa.ipc.open_stream(source).schema.names)
+    except (pa.ArrowException, OSError):
+        return []
+
+
 def iter_parquet(path: str, json: RowJsonReader, is_wanted: IsWanted | None = None) -> Iterator[tuple[int, Any]]:
     """Yield the number (from 1) and value of each row; the value is a ``RowError`` if a JSON column is not JSON.
 

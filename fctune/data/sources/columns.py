@@ -76,25 +76,28 @@ def check_columns(columns: Columns, known: Iterable[str], where: str) -> None:
             continue
         if name not in names:
             close = get_close_matches(name, [*names, IGNORE], 1)
-            hint = f"; did you mean {close[0]}?" if close else "."
-            raise DataError(
-                f"{where}: columns: {own}={name}: no row format reads a column {name}{hint} Expected {IGNORE}, or one "
-                f"of {', '.join(names)}."
-            )
+            hint = f"; did you mean {close[0]}?" if close else f". Expected {IGNORE}, or one of {', '.join(names)}."
+            raise DataError(f"{where}: columns: {own}={name}: no row format reads a column {name}{hint}")
         if name in sources:
             raise DataError(f"{where}: columns: {sources[name]} and {own} are both mapped to {name}; map one of them.")
         sources[name] = own
 
 
-def describe_missing(missing: Iterable[str], row_columns: Iterable[str]) -> str:
-    """Describe columns of a mapping that rows lack, with the names that may have been meant."""
-    present = list(map(str, row_columns))
+def describe_missing(missing: Iterable[str], columns: Iterable[str], where: str = "no row") -> str:
+    """Describe columns of a mapping that rows lack, with the names that may have been meant.
+
+    Args:
+        missing: The columns that rows lack.
+        columns: All columns that they have.
+        where: What has been searched.
+    """
+    present = list(map(str, columns))
     described = []
     for name in missing:
         close = get_close_matches(name, present, 1)
         described.append(f"{name} (did you mean {close[0]}?)" if close else name)
     listed = ", ".join(present[:12]) or "none"
-    return f"columns maps {', '.join(described)}, which no row has. Columns found: {listed}."
+    return f"columns maps {', '.join(described)}, which {where} has. Columns found: {listed}."
 
 
 def is_harmless(name: str) -> bool:

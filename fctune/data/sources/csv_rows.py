@@ -15,6 +15,15 @@ from fctune.data.sources.row_json import RowJsonReader
 _JSON_COLUMNS = ("messages", "conversations", "tools")
 
 
+def read_header(path: str) -> list[str]:
+    """Return the columns of a CSV file; none if it cannot be read."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            return next(csv.reader(file, strict=True), [])
+    except (csv.Error, UnicodeDecodeError, OSError):
+        return []
+
+
 def iter_csv(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
     """Yield the line on which each row starts and its value; the value is a ``RowError`` if it cannot be decoded.
 
@@ -29,6 +38,9 @@ def iter_csv(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = csv.reader(file, strict=True)
             header = next(rows, [])
+            if len(header) == 1 and (found := next((mark for mark in ";\t|" if mark in header[0]), None)):
+                separator = {";": "semicolons", "\t": "tabs", "|": "bars"}[found]
+                raise DataError(f"{path}:1: values separated by {separator}. Save the table as CSV, with commas.")
             if len(set(header)) != len(header) or not all(header):
                 raise DataError(f"{path}:1: expected a header with distinct column names, got {header}.")
             line = rows.line_num + 1
@@ -36,7 +48,9 @@ def iter_csv(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
                 yield line, _read_row(header, fields, json)
                 line = rows.line_num + 1
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}:{line}: not a readable CSV file in UTF-8 ({error}).") from None
+        raise DataError(
+            f"{path}:{line}: not a readable CSV file in UTF-8 ({error}). Save it as CSV in UTF-8."
+        ) from None
 
 
 def _read_row(header: list[str], fields: list[str], json: RowJsonReader) -> dict[str, Any] | RowError:

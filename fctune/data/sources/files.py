@@ -254,7 +254,7 @@ def _iter_rows(stream: io.BufferedReader, path: str, chunk_bytes: int) -> Iterat
     if b"\0" in head or head.startswith((b"\xff\xfe", b"\xfe\xff", b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ")):
         raise DataError(
             f"{path}: binary or not UTF-8 (starts with {head[:8]!r}). Expected JSON, JSON Lines (plain or "
-            "gzipped) or Parquet."
+            "gzipped), Parquet or CSV."
         )
     first_line = head.lstrip().split(b"\n", 1)[0].strip()
     if head.lstrip()[:1] == b"[" or first_line == b"{":

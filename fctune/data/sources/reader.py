@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -15,6 +16,7 @@ from fctune.base.errors import DataError
 from fctune.config.parsing import suggest_hub_name
 from fctune.config.sections.data import DATA_SUFFIXES, Fold
 from fctune.data.conversation import Conversation, Tool
+from fctune.data.sources.column_hints import guess_columns, suggest_columns
 from fctune.data.sources.columns import Columns, check_columns, describe_missing, map_columns
 from fctune.data.sources.defects import Defect, RowError, describe_value
 from fctune.data.sources.files import MAX_ROW_BYTES, open_rows
@@ -23,11 +25,11 @@ from fctune.data.sources.row_builder import LEFT_OUT_KINDS, CallPointer, ParsedR
 from fctune.data.sources.row_formats.base import LeftOut
 from fctune.data.sources.row_formats.registry import (
     ROW_FORMATS,
+    describe_keys,
     describe_row_formats,
     detect_row_format,
     list_columns,
     read_row,
-    suggest_columns,
 )
 from fctune.data.sources.row_reasoning import REASONING_KEYS
 from fctune.data.sources.selection import DEFAULT_SELECTION, Selection
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 _SYNTHETIC_SPLITS = ("pretrain", "train", "varied", "reasoned", "shuffled", "pairs")
 _NUM_SHOWN = 10
+_TABLES = (".csv", ".parquet", ".arrow")  # files whose empty cells are no part of a row
+_NUM_SAMPLED = 1_000  # rows that show the columns of a source that cannot be read
 _NUM_PEEKED = 20  # rows that show whether a source is a log
 # Every spelling of a row's reasoning has a key or a text that starts with one of these words, or a part of these in a
 # text. JSON may escape the brackets of tags, but not their letters.
@@ -45,6 +49,7 @@ _REASONING_PARTS = rf'"(?:{_REASONING_WORDS})|(?:think|thinking|thought)(?:[\]>]
 _REASONING = re.compile(_REASONING_PARTS.encode(), re.IGNORECASE)
 # A null other than the content of a turn that only calls.
 _NULL = re.compile(rb'null(?<!"content": null)(?<!"content":null)')
+_WORD = re.compile(r"(?:string )?'?([A-Za-z_]{1,24})'?: ")  # at the start of a reason
 _SURROGATE = re.compile(rb"\\(?:u|U0000)[dD][89a-fA-F]")  # the longer one is Python's
 
 
@@ -124,46 +129,52 @@ def scan_source(
     columns: Columns | None = None,
     fold: Fold = "auto",
     selection: Selection = DEFAULT_SELECTION,
+    tools: tuple[Tool, ...] = (),
 ) -> Iterator[UnreadRow]:
     """Yield the undecoded rows of a source, in order; a ``RowReader`` in any process can read them.
 
     With ``fold``, records whose messages are the beginning of another's are left out: always, never, or in logs (auto).
-    Rows that are not selected replace no others; the reader leaves them out.
+    Rows that are not selected replace no others; the reader leaves them out. ``tools``, which rows may call, help to
+    tell what their columns are if that is unknown.
 
     Raises:
         DataError: For the same reasons as ``read_source``.
     """
     is_folded = fold != "never" and not path.startswith("synthetic:")
     rows = (
-        _fold(path, row_format, columns or {}, fold, selection)
+        _fold(path, row_format, columns or {}, fold, selection, tools)
         if is_folded
-        else _scan(path, row_format, columns or {}, None)
+        else _scan(path, row_format, columns or {}, None, tools)
     )
     return _attach_left_out(rows, path)
 
 
-def _scan(path: str, row_format: str, columns: Columns, is_wanted: IsWanted | None) -> Iterator[UnreadRow]:
+def _scan(
+    path: str, row_format: str, columns: Columns, is_wanted: IsWanted | None, tools: tuple[Tool, ...] = ()
+) -> Iterator[UnreadRow]:
     """Yield rows as ``scan_source`` does; the value is None in batches of a table that are not wanted."""
     if row_format != "auto" and row_format not in ROW_FORMATS:
         raise DataError(f"{path}: format={row_format}: unknown row format. Expected auto, {', '.join(ROW_FORMATS)}.")
     pair_columns = ("prompt", "chosen", "rejected") if row_format == "openai" else ()  # the format of pairs' messages
     check_columns(columns, [*list_columns(row_format), *pair_columns], path)
     is_synthetic = path.startswith("synthetic:")
-    scanned = _scan_synthetic(path) if is_synthetic else _scan_files(path, row_format, columns, is_wanted)
+    scanned = _scan_synthetic(path) if is_synthetic else _scan_files(path, row_format, columns, is_wanted, tools)
     rows = _attach_left_out(scanned, path)
     is_empty = True
     missing = set(columns)
-    first: UnreadRow | None = None
     for row in rows:
         is_empty = False
         if missing:
-            first = first or row
             missing -= {name for name in missing if _has_column(row.value, name)}
         yield row
     if is_empty:
         raise DataError(f"{path}: no rows. Expected at least one.")
-    if missing:
-        raise DataError(f"{path}: {describe_missing(sorted(missing), _list_keys(first))}")
+    if missing:  # or their cells are all empty
+        files = [path] if is_synthetic or path.startswith("hf:") else list_files(path)
+        present = [] if is_synthetic else [_list_columns(file, _iter_first_rows(file)) for file in files]
+        found = list(dict.fromkeys(chain.from_iterable(present)))
+        if missing := missing - set(found):
+            raise DataError(f"{path}: {describe_missing(sorted(missing), found)}")
 
 
 def has_reasoning_rows(
@@ -240,8 +251,11 @@ class RowReader:
             parsed = read_row(decoded, self.row_format, self._context, f"{file}:{line}")
         except RowError as error:
             if error.kind == "answer_failed":
-                return LeftOut(error.kind)
-            return Defect(file, line, error.pointer, error.kind, error.reason)
+                return LeftOut(error.kind, _describe_failure(error))
+            reason = error.reason
+            if error.kind == "unknown_row_format" and file.lower().endswith(_TABLES) and isinstance(decoded, dict):
+                reason = self._describe_cells(decoded)
+            return Defect(file, line, error.pointer, error.kind, reason)
         if kind := self._selection.find_reason(decoded, parsed.conversation):
             return LeftOut(kind)
         if reasoning:
@@ -254,6 +268,21 @@ class RowReader:
             reason = "another record continues this one with other tools, so that both are kept"
             parsed.warnings.append(RowWarning("", "tools_changed", reason))
         return parsed
+
+    def _describe_cells(self, row: dict[str, Any]) -> str:
+        """Say which cells a row of a table has, of those that would make a conversation, and what may be mapped."""
+        columns = self._context.columns
+        guess = guess_columns([*row, *(name for name in columns if name not in row)], [row], (), columns)
+        hint = f". Perhaps: --columns {guess}" if guess else ""
+        cells = ", ".join(row) or "no column"
+        return f"values in {cells} only, which make no row; the cells of its other columns are empty{hint}"
+
+
+def _describe_failure(error: RowError) -> str:
+    """Return the field that says that an answer failed, and its value if it is a word, such as ``status: failure``."""
+    field = re.sub(r"\[\d+\]", "", error.pointer)
+    word = _WORD.match(error.reason)
+    return f"{field}: {word[1]}" if word is not None else field
 
 
 def describe_defects(defects: list[Defect], num_rows: int, alternative: str = "") -> str:
@@ -325,8 +354,10 @@ def _read_saved_json(path: str, name: str, key: str) -> list[str]:
         raise DataError(f"{os.path.join(path, name)}: cannot be read ({error}). Save the dataset again.") from None
 
 
-def _scan_files(path: str, row_format: str, columns: Columns, is_wanted: IsWanted | None) -> Iterator[UnreadRow]:
-    context = ReadContext(columns)
+def _scan_files(
+    path: str, row_format: str, columns: Columns, is_wanted: IsWanted | None, tools: tuple[Tool, ...]
+) -> Iterator[UnreadRow]:
+    context = ReadContext(columns, tools)
     for file in [path] if path.startswith("hf:") else list_files(path):
         is_known = row_format != "auto"
         for line, value in _expand_logs(_scan_file(file, context, is_wanted), row_format, context):
@@ -400,9 +431,11 @@ def _attach_left_out(rows: Iterator[UnreadRow], path: str) -> Iterator[UnreadRow
         raise failure
 
 
-def _fold(path: str, row_format: str, columns: Columns, fold: Fold, selection: Selection) -> Iterator[UnreadRow]:
+def _fold(
+    path: str, row_format: str, columns: Columns, fold: Fold, selection: Selection, tools: tuple[Tool, ...]
+) -> Iterator[UnreadRow]:
     """Yield rows as ``_scan`` does, with those that others continue as left out; reads a log twice."""
-    rows = _scan(path, row_format, columns, None)
+    rows = _scan(path, row_format, columns, None, tools)
     head: list[UnreadRow] = []
     failure: DataError | None = None
     try:
@@ -426,12 +459,12 @@ def _fold(path: str, row_format: str, columns: Columns, fold: Fold, selection: S
             index.add(parsed.conversation if isinstance(parsed, ParsedRow) else None)
     except DataError:
         pass  # raised again below, after the rows before
-    masks = zip(index.find_folded(), index.find_changed(), strict=True)
+    masks = zip(*index.find_folded(), index.find_changed(), strict=True)
     del head
     rows = _scan(path, row_format, columns, None)
-    for row, (is_folded, is_changed) in zip(rows, chain(masks, repeat((False, False))), strict=False):
-        if is_folded:
-            yield row._replace(value=LeftOut("folded_record"))
+    for row, (begins, equals, is_changed) in zip(rows, chain(masks, repeat((False,) * 3)), strict=False):
+        if begins or equals:
+            yield row._replace(value=LeftOut("folded_record" if begins else "repeated_record"))
             continue
         kept = reader.read(row) if index.has_reasoning else None
         reasoning = index.find_reasoning(kept.conversation) if isinstance(kept, ParsedRow) else None
@@ -458,7 +491,9 @@ def _may_hold_reasoning(batch: Any) -> bool:
 def _scan_file(file: str, context: ReadContext, is_wanted: IsWanted | None) -> Iterator[tuple[int, Any]]:
     """Yield the line and value of each row; the value is a ``RowError`` for a row without one."""
     magic = b"" if file.startswith("hf:") else _read_magic(file)
-    if file.endswith(".csv"):
+    if file.lower().endswith(".tsv"):
+        raise DataError(f"{file}: values separated by tabs are not read. Save the table as CSV, with commas.")
+    if file.lower().endswith(".csv"):
         from fctune.data.sources.csv_rows import iter_csv
 
         yield from iter_csv(file, context.json)
@@ -488,7 +523,7 @@ def _scan_file(file: str, context: ReadContext, is_wanted: IsWanted | None) -> I
 
 
 def _has_known_format(file: str, line: int, value: Any, context: ReadContext) -> bool:
-    """Return True if the row is an object of a known format, False if it is not an object.
+    """Return True if the row is an object of a known format, or may be in a table; False if it is not an object.
 
     Raises:
         DataError: The format is unknown.
@@ -503,16 +538,53 @@ def _has_known_format(file: str, line: int, value: Any, context: ReadContext) ->
         mapped = map_columns(row, context.columns)
     except RowError:
         return False
-    if detect_row_format(mapped) is None:
-        missing = [name for name in context.columns if name not in row]
-        if missing:
-            raise DataError(f"{file}:{line}: {describe_missing(missing, row)}")
-        raise DataError(
-            f"{file}:{line}: rows of unknown format. {suggest_columns(mapped)}{describe_row_formats(mapped)}. Convert "
-            "them to one of these, or map columns of other names: --columns question=query, or columns: {question: "
-            "query} in the source."
-        )
-    return True
+    if detect_row_format(mapped) is not None:
+        return True
+    rows = list(_iter_first_rows(file))
+    found = _list_columns(file, rows)
+    if missing := [name for name in context.columns if name not in found]:
+        is_sample = len(rows) == _NUM_SAMPLED and not _list_header(file)
+        where = f"none of the first {_NUM_SAMPLED:,} rows" if is_sample else "no row"
+        raise DataError(f"{file}:{line}: {describe_missing(missing, found, where)}")
+    header = map_columns(dict.fromkeys(_list_header(file), ""), context.columns)
+    if detect_row_format({**header, **mapped}) is not None:  # only this row has no values there
+        return True
+    hints = suggest_columns(found, rows, {tool.name for tool in context.default_tools}, context.columns)
+    if hints and (header or file.startswith("hf:")):
+        listed = describe_keys("Columns", found, mapped)
+        raise DataError(f"{file}:{line}: no row format has these columns. {listed}. {hints.rstrip()}")
+    raise DataError(
+        f"{file}:{line}: rows of unknown format. {hints}{describe_row_formats(mapped)}. Convert them to one of these, "
+        "or map columns of other names: --columns question=query, or columns: {question: query} in the source."
+    )
+
+
+def _list_header(file: str) -> list[str]:
+    """Return the columns that a table's header or schema names; none for other files."""
+    if file.lower().endswith(".csv"):
+        from fctune.data.sources.csv_rows import read_header
+
+        return read_header(file)
+    if not file.startswith("hf:") and (file.endswith(".arrow") or _read_magic(file) == b"PAR1"):
+        from fctune.data.sources.arrow import read_schema
+
+        return read_schema(file)
+    return []
+
+
+def _iter_first_rows(file: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects among the first rows of a file that can be read."""
+    context = ReadContext()
+    with contextlib.suppress(DataError):
+        for _, value in islice(_scan_file(file, context, None), _NUM_SAMPLED):
+            row = _decode_object(value, context)
+            if isinstance(row, dict):
+                yield row
+
+
+def _list_columns(file: str, rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the columns of a table, or the keys of the first rows of another file."""
+    return _list_header(file) or list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _has_column(value: Any, name: str) -> bool:
@@ -520,15 +592,6 @@ def _has_column(value: Any, name: str) -> bool:
     if isinstance(value, bytes):
         return json.dumps(name).encode() in value or json.dumps(name, ensure_ascii=False).encode() in value
     return value is None or (isinstance(value, dict) and name in value)
-
-
-def _list_keys(row: UnreadRow | None) -> list[str]:
-    """Return the columns of an undecoded row."""
-    try:
-        value = decode_row(row.value, ReadContext()) if row is not None else None
-    except RowError:
-        return []
-    return list(value) if isinstance(value, dict) else []
 
 
 def _read_magic(file: str) -> bytes:

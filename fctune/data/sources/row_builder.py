@@ -152,15 +152,16 @@ NOTE_KINDS: dict[str, str] = {
 """The kinds of conversions made while reading rows."""
 
 LEFT_OUT_KINDS: dict[str, str] = {
-    "answer_failed": "rows whose answer failed, was cut off or rejected, or whose run did not solve its task",
-    "folded_record": "records whose messages, up to their last answer, are the beginning of another record's",
-    "not_selected": "rows that do not meet the conditions (where)",
+    "answer_failed": "records whose answer failed, was cut off or rejected, or whose run did not solve its task",
+    "folded_record": "records whose messages, up to their last answer, are the beginning of a longer record's",
+    "not_selected": "records that do not meet the conditions (where)",
+    "repeated_record": "records that equal a later one, up to their last answer",
     "session_event": "events of sessions that are no messages",
     "sidechain_step": "steps of subagents in the list of another agent's steps",
     "span_left_out": "spans that are not of a model call (of agents, tools or requests)",
     "taken_back_item": "items of turns that the user took back, with the user's messages",
     "span_without_content": "spans of model calls whose messages were not recorded",
-    "where_missing": "rows without a column or key that the conditions name (where)",
+    "where_missing": "records without a column or key that the conditions name (where)",
 }
 """The kinds of records and parts of logs that are no rows."""
 
@@ -344,7 +345,9 @@ class RowBuilder:
         for message, pointer in zip(self.messages, self.pointers, strict=True):
             if message.calls and not self.tools:
                 names = ", ".join(call.name for call in message.calls)
-                reason = f"calls {names}, but the row has no tools; data convert --tools FILE adds those of the agent"
+                reason = (
+                    f"calls {names}, but the row has no tools; --tools FILE (of tune, data convert) adds the agent's"
+                )
                 raise RowError(pointer, "call_without_tools", reason)
             mark = _CALL_MARKS.search(message.content) if message.role == "assistant" and message.content else None
             if mark is not None and (self.tools or mark.group() == "<tool_call>"):

@@ -13,7 +13,8 @@ from fctune.data.sources.row_formats.exchange import peek
 
 # Where records keep scores, feedback and other descriptions of themselves.
 _HOLDERS = ("metadata", "meta", "extra_info", "extra", "attributes", "scores", "feedback_stats", "final_metrics")
-_MISSING = object()
+MISSING = object()
+"""Stands for the value of a condition that a row does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class Selection:
             conversation: What was read from it.
         """
         for condition in self.where:
-            found = _find_value(condition.name, row, conversation)
-            if found is _MISSING:
+            found = find_value(condition.name, row, conversation)
+            if found is MISSING:
                 return "where_missing"
             if not condition.holds(found):
                 return "not_selected"
@@ -54,7 +55,7 @@ class Selection:
 DEFAULT_SELECTION = Selection()
 
 
-def _find_value(name: str, row: Any, conversation: Conversation) -> Any:
+def find_value(name: str, row: Any, conversation: Conversation) -> Any:
     """Return what a condition compares: a count, the tools that are called, or a value of the row."""
     messages = conversation.messages
     if name == "tool":
@@ -68,9 +69,9 @@ def _find_value(name: str, row: Any, conversation: Conversation) -> Any:
         return counts[name]
     for holder in _iter_holders(row):
         found = _look_up(holder, name)
-        if found is not _MISSING and found is not None:
+        if found is not MISSING and found is not None:
             return found
-    return _MISSING
+    return MISSING
 
 
 def _iter_holders(row: Any) -> Iterator[Any]:
@@ -86,9 +87,9 @@ def _look_up(value: Any, name: str) -> Any:
         named = [item for item in value if isinstance(item, dict) and isinstance(item.get("name"), str)]
         value = {item["name"]: item.get("value", item.get("score")) for item in named}
     if not isinstance(value, dict):
-        return _MISSING
+        return MISSING
     if name in value:
         found = value[name]
         return found["avg"] if isinstance(found, dict) and "avg" in found else found
     nested = (_look_up(value[key], name[len(key) + 1 :]) for key in value if name.startswith(f"{key}."))
-    return next((found for found in nested if found is not _MISSING), _MISSING)
+    return next((found for found in nested if found is not MISSING), MISSING)

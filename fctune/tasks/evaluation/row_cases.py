@@ -20,17 +20,25 @@ from fctune.data.conversation import Conversation, Message
 from fctune.data.conversion import to_openai_row
 from fctune.data.redaction import SecretScreen
 from fctune.data.secrets import SecretCounts
-from fctune.data.sources import DEFAULT_SELECTION, Defect, LeftOut, ParsedRow, RowReader, Selection, scan_source
+from fctune.data.sources import (
+    DEFAULT_SELECTION,
+    LEFT_OUT_KINDS,
+    Defect,
+    LeftOut,
+    ParsedRow,
+    RowReader,
+    Selection,
+    scan_source,
+)
 from fctune.data.sources.columns import Columns
+from fctune.data.sources.unmatched import require_selected
 from fctune.tasks.evaluation.held_out import read_questions
 from fctune.tasks.suite_files import find_benchmark
 
 Turns = Literal["last", "each"]
 
-# What gives no case: the kinds in ``RowCases.left_out``, and their singulars.
-_UNSELECTED = "records that are left out of their log or not selected"
+# What gives no case, next to the kinds of ``LEFT_OUT_KINDS``: the kinds in ``RowCases.left_out``, and their singulars.
 _SINGULAR = {
-    _UNSELECTED: "record that is left out of its log or not selected",
     "rows that cannot be read": "row that cannot be read",
     "rows without tools": "row without tools",
     "duplicate questions": "duplicate question",
@@ -117,13 +125,14 @@ def make_row_cases(
         DataError: A source cannot be read, or no row yields a case.
     """
     made, seen, screen = RowCases(), set[str](), SecretScreen(redact)
+    made.secrets.searched = list(screen.scanner.kinds)
     for path in paths:
         reader = RowReader(row_format, columns, keeps_questions=True, selection=selection)
         for row in islice(scan_source(path, row_format, columns, fold, selection), max_samples):
             parsed = reader.read(row)
-            if num_left_out := sum((row.left_out or {}).values()) + isinstance(parsed, LeftOut):
-                made.left_out[_UNSELECTED] += num_left_out
+            made.left_out.update(row.left_out or {})
             if isinstance(parsed, LeftOut):
+                made.left_out[parsed.kind] += 1
                 continue
             made.num_rows += 1
             if isinstance(parsed, Defect):
@@ -142,6 +151,8 @@ def make_row_cases(
                 else:
                     seen.add(case.row["id"])
                     made.cases.append(case)
+    if not made.num_rows:
+        require_selected(paths, made.left_out, row_format, columns, fold, selection)
     if not made.cases:
         reasons = ", ".join(describe_left_out(made.left_out))
         raise DataError(f"{', '.join(paths)}: no row yields a case ({reasons or 'no answers of an assistant'}).")
@@ -150,7 +161,12 @@ def make_row_cases(
 
 def describe_left_out(left_out: Counter[str]) -> list[str]:
     """Return the number of each kind of what gave no case, such as ``3 rows without tools``, most frequent first."""
-    return [format_count(count, _SINGULAR[reason], reason) for reason, count in left_out.most_common()]
+    return [
+        f"{count:,} {LEFT_OUT_KINDS[reason]}"
+        if reason in LEFT_OUT_KINDS
+        else format_count(count, _SINGULAR[reason], reason)
+        for reason, count in left_out.most_common()
+    ]
 
 
 def check_benchmark(benchmark: str | None, where: str, is_forced: bool) -> None:

@@ -168,6 +168,16 @@ def test_a_failing_command_is_a_result_that_the_model_gets(chat: Callable[..., s
     assert "broken" in str(ScriptedEngine.prompts[1].messages[-1].content)
 
 
+@pytest.mark.parametrize("options", [[], ["--exec", "get_time=date -u"]])
+def test_input_that_ends_before_a_result_is_no_alarm(chat: Callable[..., str], options: list[str]) -> None:
+    shown = chat("What time is it in Oslo?\n", [CALL], *options)
+    assert 'get_time({"city": "Oslo"})' in shown
+    last = "end of the input, which has no line with the result of get_time (--simulate makes results up)"
+    assert shown.splitlines()[-1] == last
+    assert "dropped" not in shown
+    assert "taken back" not in shown
+
+
 def test_the_question_before_a_command_shows_the_call(chat: Callable[..., str]) -> None:
     calls = FORMATS["hermes"].render([Call("get_time", {"city": city}) for city in ("Oslo", "Rome")])
     shown = chat("Times?\nn\nnine\nn\nten\n", [calls, "Fine."], "--exec", "get_time=date -u")

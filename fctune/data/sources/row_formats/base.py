@@ -15,9 +15,13 @@ SHARED_COLUMNS = ("chat_template_kwargs", "enable_thinking", "reasoning_effort",
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A part of a log that belongs to no conversation; ``kind`` is a key of ``LEFT_OUT_KINDS``."""
+    """A part of a log that belongs to no conversation; ``kind`` is a key of ``LEFT_OUT_KINDS``.
+
+    ``cause`` is the field that says that an answer failed.
+    """
 
     kind: str
+    cause: str = ""
 
 
 FileRow = tuple[int, dict[str, Any] | RowError]

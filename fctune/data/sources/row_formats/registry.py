@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pkgutil
+import re
+from collections.abc import Iterable, Mapping
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 from fctune.data.sources import row_formats
@@ -44,6 +47,7 @@ def detect_row_format(row: dict[str, Any]) -> str | None:
     return next((name for name, row_format in ROW_FORMATS.items() if row_format.matches(row)), None)
 
 
+_NUM_LISTED = 12
 # Columns of what a row's placeholders, such as <image>, stand for; the placeholder alone would be trained as text.
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -93,6 +97,31 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
     return parsed
 
 
+def list_unread(row: ParsedRow) -> list[str]:
+    """Return the columns of a row of which nothing gets into its conversation, such as a log's ``metadata``."""
+    row_format = ROW_FORMATS.get(row.row_format)
+    if row_format is None:
+        return []
+    others = [name for name in row.raw if name not in row_format.columns and name not in SHARED_COLUMNS]
+    if not others:
+        return []
+    read = {re.split(r"[.\[]", pointer, maxsplit=1)[0] for pointer in (*row.message_pointers, row.tools_pointer)}
+    metadata = row.raw.get("metadata")
+    if isinstance(metadata, dict) and metadata.keys() <= {*row.provenance, "benchmark"}:  # written, and searched
+        read.add("metadata")
+    return [name for name in others if name not in read and row.raw[name] not in (None, "", [], {})]
+
+
+def describe_unread(columns: Mapping[str, int]) -> str:
+    """Say which columns of rows are read by nothing; "" if there is none."""
+    more = f" and {len(columns) - _NUM_LISTED:,} more" if len(columns) > _NUM_LISTED else ""
+    return (
+        f"columns that are in no row, and not searched: {', '.join(islice(columns, _NUM_LISTED))}{more}"
+        if columns
+        else ""
+    )
+
+
 # Names of the two answers in rows of pairs, which fctune.data.pairs reads.
 _PAIR_COLUMNS = (
     ("chosen", "rejected"),
@@ -101,42 +130,17 @@ _PAIR_COLUMNS = (
 )
 
 
-# Usual names of a table's columns, by the column that the format ``table`` or ``xlam`` reads.
-_USUAL_NAMES = {
-    "query": ("question", "prompt", "user", "input", "instruction", "request", "utterance", "text"),
-    "tool": ("function", "function_name", "tool_name", "name", "action", "intent"),
-    "arguments": ("args", "parameters", "params", "slots"),
-    "answers": ("calls", "tool_calls", "function_calls", "answer", "call"),
-    "response": ("reply", "output", "completion"),
-    "tools": ("functions", "available_tools"),
-}
-
-
-def suggest_columns(row: dict[str, Any]) -> str:
-    """Return how the columns of a flat row could be mapped, and what a table needs; "" for rows that are nested."""
-    if any(isinstance(value, dict | list) for name, value in row.items() if name != "tools"):
-        return ""
-    mapped = {}
-    for column, names in _USUAL_NAMES.items():
-        own = next((key for key in row if key.lower() in names), None)
-        if own is not None and column not in row and own not in mapped:
-            mapped[own] = column
-    needed = (
-        "A table needs the columns query (what the user says) and either tool and arguments (the call, arguments as "
-        "JSON) or answers (several calls, as JSON); and tools (those on offer, as JSON), or --tools FILE. "
-    )
-    if not mapped:
-        return needed
-    return f"{needed}Perhaps: --columns {','.join(f'{own}={column}' for own, column in mapped.items())}. "
-
-
 def describe_row_formats(row: dict[str, Any]) -> str:
     """List the keys of a row and those of the known row formats."""
-    keys = ", ".join(map(str, list(row)[:12])) or "none"
     known = "; ".join(f"{name} ({row_format.keys})" for name, row_format in ROW_FORMATS.items())
+    return f"{describe_keys('keys', row, row)}. Known row formats: {known}"
+
+
+def describe_keys(noun: str, keys: Iterable[str], row: dict[str, Any]) -> str:
+    """List keys or columns that were found, and say what a row may be that has those of this one."""
     hint = ""
     if any(chosen in row and rejected in row for chosen, rejected in _PAIR_COLUMNS):
         hint = ". Rows of preference pairs need data.pairs=true and a preference section"
     elif isinstance(row.get("prompt"), str) and "completion" in row:
         hint = ". Text has no roles: write prompt and completion as lists of messages"
-    return f"keys found: {keys}. Known row formats: {known}{hint}"
+    return f"{noun} found: {', '.join(map(str, islice(keys, _NUM_LISTED))) or 'none'}{hint}"
