@@ -15,7 +15,7 @@ from fctune.calls.tool_calls import read_tool_calls
 from fctune.data.augment.spoken import list_properties, say_name, split_words
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
-VERSION = 4
+VERSION = 5
 """Changes with the prompts, so that a run that began with others is not resumed."""
 
 # The calls come before the request because a request that is written to known values states them.
@@ -31,7 +31,7 @@ Rules:
 times in full, never "tomorrow". Make up plausible, varied values.
 - Keep the calls and values that you are given, and make up what is missing. Leave out other optional arguments.
 - The user does not know the functions: never mention their names, "function", "tool", "call" or parameter names.
-- If you cannot write it, answer {"refuse": "the reason"}."""
+- If you cannot write it, answer {"refuse": "..."} with the reason."""
 
 _KIND_RULES = {
     "one_call": "One message that needs exactly one call, of {targets}.",
@@ -67,7 +67,14 @@ Functions:
 {tools}
 
 Answer with one JSON object and nothing else: {{"calls": [{{"name": "function", "arguments": {{}}}}]}} to call \
-functions, whose results are sent to you, or {{"say": "your words to the user"}} to call nothing."""
+functions, whose results are sent to you, or {{"say": "..."}} with your words to the user to call nothing."""
+
+_JSON_SPEAKER = """
+
+Functions:
+{tools}
+
+Answer the user in words, in one or two sentences, with one JSON object and nothing else: {{"say": "..."}}"""
 
 _LISTER = """\
 You make up test data. Answer with one JSON object and nothing else: {"values": [...]} with {number} different values, \
@@ -83,7 +90,8 @@ NUM_LISTED = 24
 _SIMULATOR = """\
 You play the backend of functions. You are given the functions, a conversation and its last calls. Answer with one \
 JSON object and nothing else: {"results": [...]} with one realistic, short result for each call, in order: what the \
-function would return as JSON, consistent with the conversation. If you cannot, answer {"refuse": "the reason"}."""
+function would return as JSON, consistent with the conversation. If you cannot, answer {"refuse": "..."} with the \
+reason."""
 
 _JUDGE = """\
 You check training data for an assistant that calls functions. You are given the functions and a conversation. It is \
@@ -182,7 +190,8 @@ def as_json_question(
     It serves teachers that write JSON but have no call format that their server parses. With ``words_only``, the schema
     has no calls.
     """
-    messages = [Message("system", system + _JSON_ANSWERER.format(tools=_show_tools(row.tools)))]
+    rules = _JSON_SPEAKER if words_only else _JSON_ANSWERER
+    messages = [Message("system", system + rules.format(tools=_show_tools(row.tools)))]
     results: list[str] = []
     for message in row.messages:
         if message.role == "tool":
@@ -215,6 +224,8 @@ def read_json_answer(text: str) -> tuple[list[Any], str]:
     calls, words = answer.get("calls", []), answer.get("say", "")
     if not isinstance(calls, list) or not isinstance(words, str) or not (calls or words):
         raise UnusableText("garbage", "neither calls nor words")
+    if words and not split_words(words):
+        raise UnusableText("garbage", "words without a word")  # "...", which weak teachers copy from the prompt
     return calls, words
 
 
@@ -373,6 +384,9 @@ def read_results(text: str, num_calls: int) -> list[str]:
     results = _read_object(text).get("results")
     if not isinstance(results, list) or len(results) != num_calls:
         raise UnusableText("garbage", f"expected {num_calls} results")
+    for item in results:
+        if isinstance(item, dict) and "refuse" in item:
+            raise UnusableText("refused", " ".join(str(item["refuse"]).split())[:200])
     return [item if isinstance(item, str) else json.dumps(item, ensure_ascii=False) for item in results]
 
 

@@ -16,6 +16,7 @@ import yaml
 from fctune.apps.generate.drafts import Draft, Drafter, list_unknown
 from fctune.apps.generate.kinds import KINDS
 from fctune.apps.generate.plan import Planner
+from fctune.apps.generate.prompts import UnusableText, read_json_answer, read_values
 from fctune.data.conversation import Call, Tool
 from tests.apps.generate.commands import generate, read_log, read_rows, read_summary
 from tests.apps.generate.scripted_teacher import TOOLS, Teacher, serve_teacher
@@ -268,3 +269,18 @@ def test_answers_are_taken_on_trust_only_where_calls_are_drafted(
 ) -> None:
     assert generate("http://127.0.0.1:9/v1", tools, tmp_path / "rows.jsonl", "--votes", "0") == 2
     assert "--votes 0: expected 1 or more, or 0 with --requests drafted." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"say": "..."}', '{"say": ""}', '{"calls": []}'])
+def test_placeholders_that_a_weak_teacher_copies_are_no_words(text: str) -> None:
+    with pytest.raises(UnusableText):
+        read_json_answer(text)
+
+
+def test_listed_values_are_different_valid_and_more_than_the_name_of_the_parameter() -> None:
+    [boat] = [tool for tool in HARBOUR if tool.name == "book_berth"]
+    answer = json.dumps({"values": ["Boat", "Boat Name", "Ondine", "Ondine", " ", 4, "Name of Moll", "Łódź", "日本丸"]})
+    assert read_values(answer, boat, "boat") == ["Ondine", "Name of Moll", "Łódź", "日本丸"]
+    assert read_values(
+        '{"values": [1, 2.5, 1, "3"]}', next(t for t in HARBOUR if t.name == "order_fuel"), "litres"
+    ) == [1, 2.5]

@@ -161,6 +161,7 @@ def send_call(name: str, arguments: dict[str, Any]) -> Any:
         ("answer", send_call("rm_rf", {}), "invalid_call"),
         ("answer", send_text("What is a call?"), "other_calls"),
         ("results", send_text('{"results": []}'), "garbage"),
+        ("results", send_text('{"results": [{"refuse": "no such city"}]}'), "refused"),
         ("judge", send_text('{"good": false, "reason": "wrong city"}'), "judged_bad"),
         ("judge", send_text("Looks good to me"), "judge_failed"),
     ],
