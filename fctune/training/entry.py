@@ -346,7 +346,8 @@ def _judge(directory: RunDirectory) -> None:
 def _log_next_steps(directory: RunDirectory, config: RunConfig) -> None:
     """Log where the exports of a completed run are, and commands that evaluate, report and serve it.
 
-    ``fctune tune`` evaluates and reports next, and then says whether the result may be served. The cases are the run's own: a model of its size need not be able to answer any others.
+    The cases are the run's own: a model of its size need not be able to answer any others. ``fctune tune`` evaluates
+    and reports itself, and says only then whether the result may be served.
     """
     for name, content in (("merged", "merged model"), ("adapter", "adapter")):
         if (directory.export / name).is_dir():

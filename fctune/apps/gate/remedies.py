@@ -64,8 +64,8 @@ def _take_away(profile: RowProfile, finding: str) -> Remedy:
     if not overrides:
         why = profile.find_obstacle("take_away", 1.0) or "too few rows"
         return Remedy(
-            f"{finding}. data.augment.take_away cannot make more of these rows ({why}): add rows that need no call, some "
-            "of which ask for what no tool on offer can do",
+            f"{finding}. data.augment.take_away cannot make more of these rows ({why}): add rows that need no call, "
+            "some of which ask for what no tool on offer can do",
             {},
         )
     return Remedy(finding, overrides | (_lower_rate(profile) if profile.augment.get("take_away") else {}))

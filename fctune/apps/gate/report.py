@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from fctune.apps.gate.lines import JudgedLine, Remedy, Verdict
+from fctune.apps.gate.lines import JudgedLine, Verdict
 from fctune.base.files import write_atomically
 
 SCHEMA_VERSION = 1
@@ -65,20 +64,14 @@ class GateReport:
         return tuple(line for line in self.lines if line.verdict in kinds)
 
     def describe_findings(self) -> list[str]:
-        """Return what explains the falls, each once, with the settings that the printed commands do not have."""
+        """Return what explains the falls that ``commands`` treat, each once; the settings are in the commands."""
         names: dict[str, list[str]] = {}
-        remedies: dict[str, Remedy] = {}
-        for line in self.lines:
+        notes: dict[str, str] = {}
+        for line in [line for line in self.lines if line.verdict == "worse"] or self.lines:
             for remedy in line.remedies:
                 names.setdefault(remedy.finding, []).append(line.line.name)
-                remedies.setdefault(remedy.finding, remedy)
-        described = []
-        for finding, remedy in remedies.items():
-            words = [f"{key}={value}" for key, value in remedy.overrides.items()]
-            in_command = {word for command in self.commands for word in shlex.split(command)}
-            lines = [f"{', '.join(names[finding])}: {finding}", *(word for word in words if word not in in_command)]
-            described.append("\n  ".join([*lines, *([f"({remedy.note})"] if remedy.note else [])]))
-        return described
+                notes[remedy.finding] = f" ({remedy.note})" if remedy.note else ""
+        return [f"{', '.join(lines)}: {finding}{notes[finding]}" for finding, lines in names.items()]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""

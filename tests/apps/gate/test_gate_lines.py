@@ -136,12 +136,12 @@ def test_reports_hold_ids_of_any_character(tmp_path: Path) -> None:
     assert "odd ? ? ? <b>10" in str(failure.text)
 
 
-def test_a_finding_of_several_lines_is_told_once_with_the_settings_that_the_command_lacks() -> None:
+def test_a_finding_of_several_lines_is_told_once_and_those_of_undecided_lines_only_if_none_is_worse() -> None:
     lines = judge_lines([make_line("one", 10, 90, 0), make_line("two", 10, 90, 0), make_line("dim", 9, 1, 0)], 0.1)
-    found, other = Remedy("few negatives", {"data.augment.take_away": "30%"}), Remedy("rate", {"optimizer.lr": "1"})
-    lines = [replace(line, remedies=(found, *([other] if line.line.name == "dim" else []))) for line in lines]
-    report = GateReport("a", "b", tuple(lines), {}, {}, commands=("fctune tune data.augment.take_away=30%",))
-    assert report.describe_findings() == ["one, two, dim: few negatives", "dim: rate\n  optimizer.lr=1"]
+    found, other = Remedy("few negatives", {"data.augment.take_away": "30%"}), Remedy("rate", {}, "a note")
+    lines = [replace(line, remedies=(other if line.line.name == "dim" else found,)) for line in lines]
+    assert GateReport("a", "b", tuple(lines), {}, {}).describe_findings() == ["one, two: few negatives"]
+    assert GateReport("a", "b", tuple(lines[2:]), {}, {}).describe_findings() == ["dim: rate (a note)"]
 
 
 def test_cases_that_were_made_are_told_apart_and_decide_the_cause() -> None:

@@ -125,9 +125,7 @@ def test_repeated_requests_are_few_negatives_however_many_rows_have_them(tmp_pat
     rows = [make_row(Message("user", f"Do {i}"), CALL).to_openai() for i in range(60)]
     rows += [make_row(Message("user", f"Hello {i % 3}"), TEXT).to_openai() for i in range(30)]
     (remedy, *_) = find_remedies(fallen("over_calling"), parse_rows(tmp_path / "rows.jsonl", rows))
-    assert (
-        "30 rows need no call and have 3 different requests, of 90 rows with tools (4.8% of the req" in remedy.finding
-    )
+    assert "30 rows need no call and have 3 different requests, of 90 rows with tools (4.8% of" in remedy.finding
     (remedy, *_) = find_remedies(fallen("over_calling", "missing_tool"), profile((9, make_row(USER, QUESTION))))
     assert remedy.finding.startswith("missing tools: most of what is lost are requests whose tool was taken away")
 
