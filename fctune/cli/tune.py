@@ -385,7 +385,8 @@ class _Tune:
         except UnusedKindError as error:
             if any(word.startswith("data.augment") for word in self.arguments.settings):
                 raise
-            self.say(f"  no rows without a call are made: {error}", "yellow")
+            reason = str(error).partition(". ")[0]  # without the advice to remove a key that the user has not set
+            self.say(f"  no rows without a call can be made of these, so add some yourself: {reason}", "yellow")
             has_augment = False
             config, prepared = self._prepare(found | {"split": {"has_augment": False}})
         for line in describe_counts(prepared):

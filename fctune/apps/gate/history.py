@@ -43,6 +43,7 @@ class RowProfile:
         augment: Shares by kind of ``data.augment``, with which they were trained.
         has_replay: General rows were mixed in.
         learning_rate: The highest of the run; None: unknown.
+        base_reasons: The base reasons on the cases, so that it can lose that.
         num_rows: Conversations.
         counts: Number of those with each property: ``tools``, ``call``, ``no_call`` (tools, and none is called),
             ``clarification`` (tools, and the assistant asks before it calls or instead), ``several_turns`` of the user,
@@ -59,6 +60,7 @@ class RowProfile:
     augment: Mapping[str, float] = field(default_factory=dict)
     has_replay: bool = False
     learning_rate: float | None = None
+    base_reasons: bool = True
     num_rows: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     tool_sets: Counter[frozenset[str]] = field(default_factory=Counter)

@@ -114,7 +114,7 @@ def _add_turns(profile: RowProfile) -> Remedy | None:
 
 
 def _add_reasoning(profile: RowProfile) -> Remedy | None:
-    if profile.share("reasoning") >= _FEW:
+    if not profile.base_reasons or profile.share("reasoning") >= _FEW:
         return None
     return Remedy(
         f"no reasoning: {format_count(profile.counts['reasoning'], 'row has', 'rows have')} any, so that the model "

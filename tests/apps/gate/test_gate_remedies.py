@@ -130,6 +130,13 @@ def test_repeated_requests_are_few_negatives_however_many_rows_have_them(tmp_pat
     assert remedy.finding.startswith("missing tools: most of what is lost are requests whose tool was taken away")
 
 
+def test_a_base_that_does_not_reason_loses_no_reasoning() -> None:
+    rows = profile(*VARIED)
+    assert any("no reasoning" in one.finding for one in find_remedies(fallen("abandoned"), rows))
+    rows.base_reasons = False
+    assert not any("no reasoning" in one.finding for one in find_remedies(fallen("abandoned"), rows))
+
+
 def test_a_fall_that_the_rows_do_not_explain_asks_for_a_smaller_learning_rate() -> None:
     rows = profile(*VARIED, (40, make_row(USER, QUESTION)))
     rows.learning_rate = 2e-5
