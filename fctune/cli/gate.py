@@ -170,15 +170,15 @@ def print_report(console: Console, report: GateReport, out: Path, has_remedies: 
             measured.add_row(*(escape(str(cell)) for cell in row))
         console.print(measured)
     print_not_run(console, report.not_run)
+    _print_verdict(console, report)
+    files = f"report: {out / 'gate.json'}; page: {out / 'gate.html'}"
+    console.print(files, soft_wrap=True, markup=False, highlight=False)
     if has_remedies:
         for text in report.describe_findings():
             console.print(f"\n{text}", soft_wrap=True, markup=False, highlight=False)
         for command in report.commands:
             text = f"\nTrain again with these remedies:\n  {command}"
             console.print(text, soft_wrap=True, markup=False, highlight=False)
-    _print_verdict(console, report)
-    files = f"report: {out / 'gate.json'}; page: {out / 'gate.html'}"
-    console.print(files, soft_wrap=True, markup=False, highlight=False)
 
 
 def _print_verdict(console: Console, report: GateReport) -> None:

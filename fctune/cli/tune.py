@@ -293,6 +293,8 @@ class _Tune:
         from fctune.apps.tune.choices import MIN_SEQ_LEN, count_weights, format_weights
         from fctune.apps.tune.rows import RowSurvey, add_tools, require_trainable
         from fctune.apps.tune.trial import TOOLS, render_tools
+        from fctune.data.conversation import Conversation
+        from fctune.data.redaction import Redactor
         from fctune.models.planned_model import find_architecture
 
         architecture, _, _ = find_architecture(resolve_shipped_path(self.model))
@@ -324,7 +326,10 @@ class _Tune:
         facts = {"conversations": report.conversations, "tokens": tokens.total, "longest": tokens.lengths.max}
         facts |= {"no_calls": report.classes.get("no_call", 0), "no_tools": report.classes.get("no_tools", 0)}
         facts |= {"requests": len(survey.requests), "no_call_requests": len(survey.no_call_requests)}
-        path = self.progress.write(TOOLS, render_tools(list(survey.tools.values())))
+        tools_seen = tuple(survey.tools.values())
+        if config.data.secrets == "redact":
+            tools_seen = Redactor(config.data.redact).redact_conversation(Conversation((), tools_seen))[0].tools
+        path = self.progress.write(TOOLS, render_tools(tools_seen))
         variants = format_count(len(survey.variants), "is", "are")
         others = f" ({variants} declared in several ways, of which it has the first)" if survey.variants else ""
         self.say(f"  tools: {len(survey.tools):,}, in {path}{others}")

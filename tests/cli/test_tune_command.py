@@ -395,6 +395,22 @@ def test_clean_leaves_out_unusable_rows_and_names_them(
     assert "not repeated" not in output
 
 
+def test_the_tools_for_a_chat_have_no_secret_that_the_rows_are_cleaned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in write_synthetic(tmp_path / "rows.jsonl", 40).read_text().splitlines()]
+    key = "ghp_" + "aB3dE5gH7j" * 3 + "K9mN1p"
+    for row in rows:
+        for tool in row["tools"]:
+            tool["function"]["description"] += f" Key {key}."
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["tune", "--data", "rows.jsonl", "--out", "out", "--clean", "--plan-only"]) == 0
+    text = (tmp_path / "out" / "tools.json").read_text()
+    assert key not in text
+    assert " Key ghp_" in text
+
+
 def test_rows_of_an_agent_get_the_tools_that_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

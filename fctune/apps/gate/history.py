@@ -81,7 +81,9 @@ class RowProfile:
     def find_obstacle(self, kind: str, share: float) -> str | None:
         """Return why the augmenter cannot apply a kind to any row; None if it can, or no rows are kept to try it on."""
         if self.tried and (kind, share) not in self._obstacles:
-            augmenter = Augmenter(AugmentConfig(**{kind: share, "max_tools": self.max_tools}), self.pool)
+            config = AugmentConfig(max_tools=self.max_tools)
+            setattr(config, kind, share)
+            augmenter = Augmenter(config, self.pool)
             counts = augmenter.counts[kind]
             is_made = any(augmenter.expand(row, source) and counts.made > 0 for source, row in self.tried)
             reasons = (counts.left_out + counts.unsuitable).most_common(1)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from fctune.apps.tune.rows import RowSurvey
 from fctune.apps.tune.trial import describe_trial, render_tools
-from fctune.data.conversation import Tool
+from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.sources.tool_file import read_tool_files
 
 LONG = "You are 'it'.\n" + "Be kind. " * 20
@@ -38,6 +39,18 @@ def describe(folder: Path, cases: Sequence[dict[str, Any]], num_tools: int) -> l
         return folder / name
 
     return describe_trial(folder, folder / "run", path, num_tools, 3, write)
+
+
+def test_the_survey_counts_requests_once_and_keeps_the_first_tool_of_a_name() -> None:
+    survey = RowSurvey()
+    call = Message("assistant", None, (Call("t", {}),))
+    for text, answer, about in [("a", call, "x"), ("a ", call, "y"), ("b", Message("assistant", "No."), "x")]:
+        tools = (Tool({"name": "t", "description": about}), Tool({"name": "other"}))
+        survey.add(Conversation((Message("user", text), answer), tools))
+    survey.add(Conversation((Message("user", "c"), Message("assistant", "No.")), ()))
+    assert (len(survey.requests), len(survey.no_call_requests), survey.most_offered) == (2, 1, 2)
+    assert survey.variants == {"t"}
+    assert [tool.function.get("description") for tool in survey.tools.values()] == ["x", None]
 
 
 def test_the_question_has_the_system_prompt_that_most_have_and_one_turn(tmp_path: Path) -> None:
