@@ -388,7 +388,7 @@ class _Tune:
         try:
             config, prepared = self._prepare(found)
         except UnusedKindError as error:
-            if any(word.startswith("data.augment") for word in self.arguments.settings):
+            if self._draft_sized(found)[0].is_given("data.augment.take_away"):
                 raise
             reason = str(error).partition(". ")[0]  # without the advice to remove a key that the user has not set
             self.say(f"  no rows without a call can be made of these, so add some yourself: {reason}", "yellow")
@@ -648,8 +648,6 @@ class _Tune:
             titles = ", ".join(f"{line['title']} ({line['verdict']})" for line in later)
             self.say(f"stopped since then by fctune gate, so serve and push refuse the result: {titles}", "bold red")
         is_blocked = bool(judged["is_blocked"]) or later is not None
-        for finding in judged.get("findings", []):  # of tunes by this version
-            self.say(finding)
         counts = tools or {"count": 0, "most_offered": 0}
         trial = describe_trial(
             self.out, self.out / RUN, self._find_cases(), counts["count"], counts["most_offered"], self.progress.write
@@ -661,6 +659,8 @@ class _Tune:
             self.say(f"serve it:     fctune serve {run}")
             if not is_tiny:
                 self.say(f"publish it:   fctune push {run} OWNER/NAME")
+        for finding in judged.get("findings", []):  # of tunes by this version
+            self.say(finding)
         for command in judged.get("commands", []):
             self.say(f"remedy:       {command}")
         if is_tiny and not judged.get("findings"):

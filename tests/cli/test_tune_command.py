@@ -395,6 +395,24 @@ def test_clean_leaves_out_unusable_rows_and_names_them(
     assert "not repeated" not in output
 
 
+def test_rows_that_take_away_cannot_change_are_trained_without_it_whatever_else_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ["query,tool,arguments"] + [f'Play {i},play,"{{""song"": ""{i}""}}"' for i in range(40)]
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    play = {"name": "play", "parameters": {"type": "object", "properties": {"song": {"type": "string"}}}}
+    (tmp_path / "own.json").write_text(json.dumps([play]))
+    command = ["tune", "--data", "rows.csv", "--tools", "own.json", "--out", "out", "--plan-only"]
+    assert main([*command, "data.augment.paraphrase=50%"]) == 0
+    assert "no rows without a call can be made of these, so add some yourself" in capsys.readouterr().out
+    augment = load_run_config("out/tune.yaml").data.augment
+    assert augment is not None
+    assert augment.shares() == {"paraphrase": 0.5}
+    assert main([*command, "data.augment.take_away=50%"]) == 2
+    assert "applies to none of the" in capsys.readouterr().err
+
+
 def test_the_tools_for_a_chat_have_no_secret_that_the_rows_are_cleaned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
