@@ -117,7 +117,7 @@ class JudgedLine:
         if self.smallest_fall is not None:
             return f"{100 * self.smallest_fall:.1f} points"
         right, n = self.comparison.num_right_before, self.comparison.n
-        return "nothing to lose" if right == 0 else "base too low" if right < n / 2 else "too few items"
+        return "nothing to lose" if right == 0 else "too few right" if right < n / 2 else "too few items"
 
     def to_json(self) -> dict[str, Any]:
         """Return the line as plain values."""

@@ -77,7 +77,7 @@ def make_lines(
         note = f"{format_count(cases.num_left_out, 'held-out case')} not asked" if cases.num_left_out else ""
         add("calls", CALLS, name, cases.calls, is_valid, note)
         add("over_calling", OVER_CALLING, name, (*cases.no_calls, *cases.made), is_valid)
-        lines[-1:] = [_tell_made_apart(line, cases) if line.name == "over_calling" else line for line in lines[-1:]]
+        lines = [_tell_made_apart(line, cases) if line.name == "over_calling" else line for line in lines]
         add("over_refusing", OVER_REFUSING, name, cases.partners, _calls_something, cases.note)
         if STREAMED in before:
             add("calls_streamed", f"{CALLS}, streamed", STREAMED, cases.calls, is_valid)

@@ -44,7 +44,7 @@ def describe_trial(
     if example is None:
         return [command]
     if system := _read_system(example):
-        is_short = len(system) <= _MAX_SYSTEM and "\n" not in system
+        is_short = len(system) <= _MAX_SYSTEM and system.isprintable()
         path = None if is_short else write(_SYSTEM, system)
         command += " --system " + (shlex.quote(system) if path is None else f'"$(cat {shlex.quote(str(path))})"')
     calls = "; ".join(f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in example.expected)
@@ -61,7 +61,7 @@ def _find_example(cases: Sequence[Case]) -> Case | None:
         and [message.role for message in case.prompt.messages if message.role != "system"] == ["user"]
         and (question := (case.prompt.messages[-1].content or "").strip())
         and len(question) <= _MAX_QUESTION
-        and "\n" not in question
+        and question.isprintable()
     ]
     if not usable:
         return None
