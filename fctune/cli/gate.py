@@ -133,11 +133,11 @@ def _read_config(arguments: argparse.Namespace) -> GateConfig:
     return config
 
 
-def print_report(console: Console, report: GateReport, out: Path) -> None:
+def print_report(console: Console, report: GateReport, out: Path, has_remedies: bool = True) -> None:
     """Print a gate's report: what is too small first, then a table of the lines, what was not run, and the remedies."""
     from rich.markup import escape
 
-    from fctune.apps.gate.lines import format_fall, format_points
+    from fctune.apps.gate.lines import format_points
     from fctune.cli.tables import make_table, print_not_run
 
     for warning in report.warnings:
@@ -155,7 +155,7 @@ def print_report(console: Console, report: GateReport, out: Path) -> None:
             f"{format_points(difference)} ({format_points(low)} to {format_points(high)})",
             f"{one.p_value:.2g}",
             f"{line.p_adjusted:.2g}",
-            format_fall(line.smallest_fall),
+            line.fall_found,
         )
     console.print(table)
     notes: dict[str, list[str]] = {}
@@ -170,18 +170,15 @@ def print_report(console: Console, report: GateReport, out: Path) -> None:
             measured.add_row(*(escape(str(cell)) for cell in row))
         console.print(measured)
     print_not_run(console, report.not_run)
-    for line in report.lines:
-        for remedy in line.remedies:
-            console.print(f"\n{line.line.name}: {remedy.finding}", soft_wrap=True, markup=False, highlight=False)
-            for key, value in remedy.overrides.items():
-                console.print(f"  {key}={value}", soft_wrap=True, markup=False, highlight=False)
-            if remedy.note:
-                console.print(f"  ({remedy.note})", soft_wrap=True, markup=False, highlight=False)
-    for command in report.commands:
-        console.print(f"\nTrain again with these remedies:\n  {command}", soft_wrap=True, markup=False, highlight=False)
     _print_verdict(console, report)
     files = f"report: {out / 'gate.json'}; page: {out / 'gate.html'}"
     console.print(files, soft_wrap=True, markup=False, highlight=False)
+    if has_remedies:
+        for text in report.describe_findings():
+            console.print(f"\n{text}", soft_wrap=True, markup=False, highlight=False)
+        for command in report.commands:
+            text = f"\nTrain again with these remedies:\n  {command}"
+            console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def _print_verdict(console: Console, report: GateReport) -> None:

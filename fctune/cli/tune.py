@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fctune.apps.plan.plan import Plan
     from fctune.apps.tune.choices import Draft, RowFacts
     from fctune.apps.tune.machine import Machine
+    from fctune.apps.tune.rows import RowSurvey
     from fctune.config.schema import RunConfig
     from fctune.data.check import Report
     from fctune.data.prepared_set import PreparedSet
@@ -227,7 +228,7 @@ class _Tune:
             return code
         found["gate"] = self._do("gate", self._judge, self.out / _GATE / "gate.json")
         self._do("report", self._report, self.out / _PAGE)
-        return self._print_next(found["gate"])
+        return self._print_next(found["gate"], found["check"].get("tools"))
 
     def _do(self, step: str, action: Callable[[], dict[str, Any]], output: Path | None = None) -> dict[str, Any]:
         """Return what a step found: now, or when it was done, if its output is still there."""
@@ -290,7 +291,10 @@ class _Tune:
     def check(self, found: dict[str, Any]) -> dict[str, Any]:
         """Check the model and every row; refuse what cannot be trained on."""
         from fctune.apps.tune.choices import MIN_SEQ_LEN, count_weights, format_weights
-        from fctune.apps.tune.rows import add_tools, require_trainable
+        from fctune.apps.tune.rows import RowSurvey, add_tools, require_trainable
+        from fctune.apps.tune.trial import TOOLS, render_tools
+        from fctune.data.conversation import Conversation
+        from fctune.data.redaction import Redactor
         from fctune.models.planned_model import find_architecture
 
         architecture, _, _ = find_architecture(resolve_shipped_path(self.model))
@@ -314,13 +318,23 @@ class _Tune:
                 "data.validation_share=0: holds out no row, so there is nothing to judge the result with. Leave it "
                 "out, or pass --cases FILE."
             )
-        report = self._check_rows(config)
+        survey = RowSurvey()
+        report = self._check_rows(config, survey)
         require_trainable(report, self.options)
         tokens = report.tokens
         assert tokens is not None
         facts = {"conversations": report.conversations, "tokens": tokens.total, "longest": tokens.lengths.max}
         facts |= {"no_calls": report.classes.get("no_call", 0), "no_tools": report.classes.get("no_tools", 0)}
-        return {"sources": [source.path for source in self.sources], "facts": facts}
+        facts |= {"requests": len(survey.requests), "no_call_requests": len(survey.no_call_requests)}
+        tools_seen = tuple(survey.tools.values())
+        if config.data.secrets == "redact":
+            tools_seen = Redactor(config.data.redact).redact_conversation(Conversation((), tools_seen))[0].tools
+        path = self.progress.write(TOOLS, render_tools(tools_seen))
+        variants = format_count(len(survey.variants), "is", "are")
+        others = f" ({variants} declared in several ways, of which it has the first)" if survey.variants else ""
+        self.say(f"  tools: {len(survey.tools):,}, in {path}{others}")
+        tools = {"count": len(survey.tools), "most_offered": survey.most_offered}
+        return {"sources": [source.path for source in self.sources], "facts": facts, "tools": tools}
 
     def _draft(self, architecture: Any) -> Draft:
         """Draft the config without what depends on the rows."""
@@ -344,7 +358,7 @@ class _Tune:
             draft.choose("data.redact.kinds", kinds, "--clean")
         return draft
 
-    def _check_rows(self, config: RunConfig) -> Report:
+    def _check_rows(self, config: RunConfig, survey: RowSurvey) -> Report:
         """Check every row, print what was found, and write the page of the rows."""
         from fctune.apps.report.data_page import write_data_html
         from fctune.apps.tune.rows import check_rows, describe_findings, describe_rows
@@ -355,12 +369,13 @@ class _Tune:
                 config,
                 resolve_base(config),
                 self.options.cases,
+                survey,
                 lambda rows: status.update(f"{rows:,} rows read"),
             )
         page = self.out / "rows.html"
         write_data_html(report, page)
         self.say(f"  rows: {describe_rows(report)}; page: {page}")
-        for line in describe_findings(report, self.options):
+        for line in describe_findings(report, survey, self.options):
             self.say(f"  {line}", "yellow")
         return report
 
@@ -373,9 +388,10 @@ class _Tune:
         try:
             config, prepared = self._prepare(found)
         except UnusedKindError as error:
-            if any(word.startswith("data.augment") for word in self.arguments.settings):
+            if self._draft_sized(found)[0].is_given("data.augment.take_away"):
                 raise
-            self.say(f"  no rows without a call are made: {error}", "yellow")
+            reason = str(error).partition(". ")[0]  # without the advice to remove a key that the user has not set
+            self.say(f"  no rows without a call can be made of these, so add some yourself: {reason}", "yellow")
             has_augment = False
             config, prepared = self._prepare(found | {"split": {"has_augment": False}})
         for line in describe_counts(prepared):
@@ -388,7 +404,7 @@ class _Tune:
 
             given = load_suite(self.options.cases, has_multi_turn=True).all_cases
             require_unseen(len(find_asked(given, config.data)), self.options)
-            return {"held_out": len(given), "has_augment": has_augment}
+            return {"has_augment": has_augment, "prepared": _count_prepared(prepared, len(given))}
 
         try:
             cases, num_leaked = make_held_out_cases(config.data, prepared)
@@ -407,7 +423,7 @@ class _Tune:
         if num_leaked:
             count = format_count(num_leaked, "held-out case")
             self.say(f"  left out of them: {count} whose questions rows to train on ask as well", "yellow")
-        return {"held_out": len(cases), "has_augment": has_augment}
+        return {"has_augment": has_augment, "prepared": _count_prepared(prepared, len(cases))}
 
     def _prepare(self, found: dict[str, Any]) -> tuple[RunConfig, PreparedSet]:
         """Encode and pack the rows, or open the set of an earlier time."""
@@ -430,7 +446,7 @@ class _Tune:
 
     def _draft_sized(self, found: dict[str, Any]) -> tuple[Draft, Any, Path | None]:
         """Draft the config with what depends on the rows; returns it with the model's architecture and directory."""
-        from fctune.apps.tune.choices import RowFacts, size_config
+        from fctune.apps.tune.choices import PreparedFacts, RowFacts, size_config
         from fctune.models.planned_model import find_architecture
 
         if self.options.tools:
@@ -439,8 +455,10 @@ class _Tune:
         draft = self._draft(architecture)
         facts: RowFacts = RowFacts(**found["check"]["facts"])
         if not found.get("split", {}).get("has_augment", True):
-            facts = replace(facts, no_calls=facts.conversations)
-        size_config(draft, facts, architecture, self.machine, self.options.cases is not None)
+            facts = replace(facts, no_calls=facts.conversations, no_call_requests=facts.requests)
+        counted = found.get("split", {}).get("prepared")
+        prepared = PreparedFacts(**counted) if counted else None
+        size_config(draft, facts, architecture, self.machine, self.options.cases is not None, prepared)
         return draft, architecture, model_dir
 
     def plan(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -544,13 +562,10 @@ class _Tune:
         from fctune.cli.gate import print_report
         from fctune.cli.tables import make_console
         from fctune.models.run_config import load_run_config, resolve_base
-        from fctune.tasks.evaluation.held_out import HELD_OUT_FILE
         from fctune.tasks.evaluation.results import ResultsConflictError
 
-        config = load_run_config(self.out / _CONFIG)
-        named = config.gate.cases if config.gate is not None else None
-        cases = self.options.cases or named or self.out / RUN / HELD_OUT_FILE
-        if not Path(cases).is_file():
+        config, cases = load_run_config(self.out / _CONFIG), self._find_cases()
+        if not cases.is_file():
             raise DataError(
                 f"{cases}: is missing, so there is nothing to judge with. Pass --cases FILE to fctune gate."
             )
@@ -571,13 +586,27 @@ class _Tune:
         except ResultsConflictError:
             _show("the answers of an earlier gate are of another model, other cases or another fctune; asking again")
             report = judge(is_fresh=True)
-        print_report(make_console(), report, self.out / _GATE)
-        lines = [f"  {line.line.title}: {line.verdict}" for line in report.lines]
-        return {"verdict": report.verdict, "is_blocked": report.is_blocked, "lines": lines}
+        print_report(make_console(), report, self.out / _GATE, has_remedies=False)  # told at the end, by every start
+        return {
+            "verdict": report.verdict,
+            "is_blocked": report.is_blocked,
+            "lines": [f"  {line.line.title}: {line.verdict}" for line in report.lines],
+            "findings": report.describe_findings(),
+            "commands": list(report.commands),
+        }
+
+    def _find_cases(self) -> Path:
+        from fctune.models.run_config import load_run_config
+        from fctune.tasks.evaluation.held_out import HELD_OUT_FILE
+
+        gate = load_run_config(self.out / _CONFIG).gate
+        named = gate.cases if gate is not None else None
+        return Path(self.options.cases or named or self.out / RUN / HELD_OUT_FILE)
 
     def _report(self) -> dict[str, Any]:
-        """Write the page of the run, with the accuracy before and after."""
+        """Write the page of the run, with the gate's verdict and the accuracy before and after."""
         from fctune.apps.report.run_page import write_run_html
+        from fctune.apps.report.run_sections import GateResult
         from fctune.runs.figures import Pricing
         from fctune.runs.record import read_run
         from fctune.tasks.evaluation.accuracy import find_accuracies, pair_results
@@ -586,19 +615,28 @@ class _Tune:
         page = self.out / _PAGE
         after, before = (self.out / _GATE / f"{side}.held_out.jsonl" for side in ("tuned", "base"))
         judged = [pair_results(after, before)] if after.is_file() and before.is_file() else []
-        write_run_html([record], page, [[*judged, *find_accuracies(record)]], [[]], Pricing(None, None, 0.0), [])
+        report = json.loads((self.out / _GATE / "gate.json").read_text(encoding="utf-8"))
+        gate = GateResult(report, f"{_GATE}/gate.html")
+        accuracies = [*judged, *find_accuracies(record)]
+        write_run_html([record], page, [accuracies], [[]], Pricing(None, None, 0.0), [], gate)
         self.say(f"  page: {page}")
         return {}
 
-    def _print_next(self, judged: dict[str, Any]) -> int:
-        """Print the verdict and the commands that come next; returns the exit code."""
+    def _print_next(self, judged: dict[str, Any], tools: dict[str, int] | None) -> int:
+        """Print the verdict, its reasons and the commands that come next, the most useful last; returns the exit code.
+
+        Args:
+            judged: What the gate found.
+            tools: Number of the rows' tools and the most of a row; None: of a tune by an older version.
+        """
+        from fctune.apps.tune.trial import describe_trial
         from fctune.runs.release import read_mark
 
         run = shlex.quote(str(self.out / RUN))
         verdict = judged["verdict"]
         meaning = {
             "safe": "nothing got worse than its tolerance",
-            "worse": "a line got worse, so serve and push refuse the result; see the remedies above",
+            "worse": "a line got worse, so serve and push refuse the result",
             "undecided": "some lines have too few cases to tell; nothing is known to be worse",
         }[verdict]
         self.say()
@@ -610,11 +648,23 @@ class _Tune:
             titles = ", ".join(f"{line['title']} ({line['verdict']})" for line in later)
             self.say(f"stopped since then by fctune gate, so serve and push refuse the result: {titles}", "bold red")
         is_blocked = bool(judged["is_blocked"]) or later is not None
+        counts = tools or {"count": 0, "most_offered": 0}
+        trial = describe_trial(
+            self.out, self.out / RUN, self._find_cases(), counts["count"], counts["most_offered"], self.progress.write
+        )
+        for label, line in zip(("try it:", "", ""), trial, strict=False):
+            self.say(f"{label:<13} {line}")
+        is_tiny = self.model == _TINY
         if not is_blocked:
-            self.say(f"try it:       fctune chat {run}")
             self.say(f"serve it:     fctune serve {run}")
-            self.say(f"publish it:   fctune push {run} OWNER/NAME")
-        self.say(f"train again:  fctune train {shlex.quote(str(self.out / _CONFIG))} output_dir=ANOTHER")
+            if not is_tiny:
+                self.say(f"publish it:   fctune push {run} OWNER/NAME")
+        for finding in judged.get("findings", []):  # of tunes by this version
+            self.say(finding)
+        for command in judged.get("commands", []):
+            self.say(f"remedy:       {command}")
+        if is_tiny and not judged.get("findings"):
+            self.say("next:         the same command with --model MODEL and another --out, for a model that is of use")
         return int(is_blocked)
 
     def _command(self) -> str:
@@ -660,6 +710,17 @@ def describe_plan(plan: Plan, machine: Machine) -> list[str]:
     if plan.estimate.cost is None:
         return [*lines, "cost: no list price is known for this GPU"]
     return [*lines, f"cost: {plan.estimate.cost.gpus:.2f} USD if rented, at {plan.request.price:g} USD per GPU-hour"]
+
+
+def _count_prepared(prepared: PreparedSet, num_cases: int) -> dict[str, int]:
+    """Return the fields of ``PreparedFacts``."""
+    held_out, _ = prepared.packs["validation"]
+    return {
+        "packs": prepared.num_packs("train"),
+        "tokens": prepared.num_tokens("train"),
+        "held_out": len(held_out),
+        "cases": num_cases,
+    }
 
 
 def _digest(text: str) -> str:

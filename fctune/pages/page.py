@@ -157,6 +157,14 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """Link to a page that lies next to this one."""
+
+    text: str
+    href: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pre:
     """Text whose lines stay as they are."""
 
@@ -229,7 +237,7 @@ class Fold:
     code: str = ""
 
 
-Part = str | Text | Heading | Pre | Items | Cases | Grid | Group | Fold | Chart | Table
+Part = str | Text | Heading | Link | Pre | Items | Cases | Grid | Group | Fold | Chart | Table
 
 
 @dataclass

@@ -6,6 +6,7 @@ Detectors distinguish a lasting fault from a shared machine's passing slow spell
 from __future__ import annotations
 
 import bisect
+import os
 import statistics
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -138,15 +139,23 @@ ALERTS = {
 }
 
 
+def _describe_processors() -> str:
+    """Return what may slow down steps on processors, with the load if more processes want to run than there are."""
+    num, load = os.cpu_count() or 1, os.getloadavg()[0]
+    more = f" (load average {load:.1f} on {num} cores)" if load > num else ""
+    return f"Other processes may be using the processors{more}."
+
+
 class AlertRules:
     """Decides from each step's metrics which alerts to raise.
 
     Args:
         hosts: Host name of each rank, to name a straggler's machine.
+        has_gpu: The ranks compute on GPUs, not on processors that they may share with other programs.
     """
 
-    def __init__(self, hosts: Sequence[str] = ()) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: Sequence[str] = (), has_gpu: bool = True) -> None:
+        self._hosts, self._has_gpu = hosts, has_gpu
         self._active: set[str] = set()
         self._num_seen = 0
         self._step = 0
@@ -205,8 +214,8 @@ class AlertRules:
             return None
         text = (
             f"{state.current:,.0f} tokens/s, {1 - state.current / state.usual:.0%} below this run's median of "
-            f"{state.usual:,.0f}, and slow for {state.lasting_s or 0:.0f} s. Check data_time_s, compute_skew and the "
-            "GPUs' clocks."
+            f"{state.usual:,.0f}, and slow for {state.lasting_s or 0:.0f} s. "
+            + ("Check data_time_s, compute_skew and the GPUs' clocks." if self._has_gpu else _describe_processors())
         )
         is_lasting, limit = state.lasting_s is not None, SLOWDOWN * state.usual
         return self._update("throughput", is_lasting, state.is_recovered, state.current, limit, text)
@@ -252,7 +261,8 @@ class AlertRules:
         where = f" ({self._hosts[straggler]})" if straggler < len(self._hosts) else ""
         text = (
             f"rank {straggler}{where} was the slowest in {num_slowest} of the last {WINDOW} steps, by "
-            f"{usual_skew - 1:.0%}, and slow for {slow_s or 0:.0f} s. Check its GPU's temperature, clocks and errors."
+            f"{usual_skew - 1:.0%}, and slow for {slow_s or 0:.0f} s. "
+            + ("Check its GPU's temperature, clocks and errors." if self._has_gpu else _describe_processors())
         )
         return self._update("straggler", slow_s is not None, not is_slow, usual_skew, SKEW, text)
 

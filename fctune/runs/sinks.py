@@ -12,6 +12,7 @@ import queue
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -85,6 +86,9 @@ def _is_number(metrics: dict[str, Any], name: str) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
+_RECENT_STEPS = 50  # whose pace the time left follows
+
+
 class ConsoleSink:
     """Progress line on a terminal; elsewhere a line every ``log_every_n_steps`` steps."""
 
@@ -94,7 +98,7 @@ class ConsoleSink:
         self._every = log_every_n_steps
         self._progress: _ProgressLine | None = None
         self._last: str | None = None
-        self._first: tuple[int, float] | None = None  # step, and when it ended; a run may resume
+        self._ended: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS + 1)  # last steps, and when each ended
         if console.is_terminal and not console.is_dumb_terminal:
             # The default of ten refreshes a second makes the training thread wait for the interpreter's lock.
             self._progress = _ProgressLine(console=console, refresh_per_second=1, transient=True)
@@ -120,11 +124,10 @@ class ConsoleSink:
             self._print("  ".join([line, *ends]))
 
     def _estimate_left(self, step: int) -> timedelta | None:
-        """Return the time that the remaining steps take at the pace since the first; None after the first."""
+        """Return the time that the remaining steps take at the pace of the last ones; None after the first."""
         now = time.monotonic()
-        if self._first is None:
-            self._first = step, now
-        first, began = self._first
+        self._ended.append((step, now))
+        first, began = self._ended[0]
         seconds = (now - began) / (step - first) * (self._num_steps - step) if step > first else None
         return None if seconds is None else timedelta(seconds=math.ceil(seconds))
 
@@ -317,11 +320,14 @@ class AlertMonitor:
         folder: Run directory, whose ``alerts.jsonl`` gets one object per alert.
         listeners: Sinks that receive the alerts too.
         hosts: Host name of each rank.
+        has_gpu: The ranks compute on GPUs.
     """
 
-    def __init__(self, folder: Path, listeners: Iterable[EventSink] = (), hosts: Sequence[str] = ()):
+    def __init__(
+        self, folder: Path, listeners: Iterable[EventSink] = (), hosts: Sequence[str] = (), has_gpu: bool = True
+    ):
         self._folder, self._listeners = folder, tuple(listeners)
-        self._rules = AlertRules(hosts)
+        self._rules = AlertRules(hosts, has_gpu)
         self._last = time.monotonic()
         self._has_failed = False
 

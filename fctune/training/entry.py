@@ -346,7 +346,8 @@ def _judge(directory: RunDirectory) -> None:
 def _log_next_steps(directory: RunDirectory, config: RunConfig) -> None:
     """Log where the exports of a completed run are, and commands that evaluate, report and serve it.
 
-    The cases are the run's own: a model of its size need not be able to answer any others.
+    The cases are the run's own: a model of its size need not be able to answer any others. ``fctune tune`` evaluates
+    and reports itself, and says only then whether the result may be served.
     """
     for name, content in (("merged", "merged model"), ("adapter", "adapter")):
         if (directory.export / name).is_dir():
@@ -358,6 +359,8 @@ def _log_next_steps(directory: RunDirectory, config: RunConfig) -> None:
         logger.info(
             "the adapter changes experts, in the form of PEFT 0.18, which servers ignore: serve the merged model"
         )
+    if (find_typed_command() or [])[:2] == ["fctune", "tune"]:
+        return
     run = shlex.quote(str(directory.path))
     named = [str(directory.path / HELD_OUT_FILE), config.eval.cases, "" if config.grpo is None else config.grpo.cases]
     cases = next((shlex.quote(path) for path in named if Path(path).is_file()), None)

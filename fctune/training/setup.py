@@ -422,7 +422,9 @@ def open_sinks(
         services.append(open_service("tensorboard", lambda: TensorBoardSink(run.path / "tensorboard")))
     if prometheus.port is not None:
         services.append(open_service("prometheus", lambda: PrometheusSink(prometheus, run.path.name, num_steps)))
-    alerts = BackgroundSink("alerts", lambda: AlertMonitor(run.path, services, hosts))  # closed before the services
+    has_gpu = world.device.type == "cuda"
+    open_alerts = functools.partial(AlertMonitor, run.path, services, hosts, has_gpu)
+    alerts = BackgroundSink("alerts", open_alerts)  # closed before the services
     console = ConsoleSink(Console(), num_steps, config.log_every_n_steps)
     limit_s = first_write_limit(0)
     metrics = JsonlSink(run.metrics, lambda: guard(f"writing {run.metrics}", limit_s))

@@ -17,9 +17,13 @@ import pytest
 from fctune.apps.tune.machine import Machine
 from fctune.base.gpus import GIB, GPUS
 from fctune.cli import main
+from fctune.config.loading import load_config
+from fctune.data.sources.tool_file import read_tool_files
 from fctune.data.synthetic import iter_conversations
 from fctune.models.run_config import load_run_config
+from fctune.runs.directory import RunDirectory
 from fctune.runs.release import mark_not_released, remove_mark
+from fctune.training import entry
 from tests.cli.processes import wait_until
 from tests.conftest import ROOT, TINY_BASE
 from tests.warm_interpreter import warm_python
@@ -76,14 +80,46 @@ def test_each_step_is_printed_with_its_findings_and_the_next_commands(tuned: Tun
     assert "train: 1 process; Ctrl-C saves" in tuned.output
     assert "60 of 60 usable" in tuned.output
     assert "held out to judge with: 12 cases" in tuned.output
-    assert "about 12 of 60 rows held out, for the gate; never trained on" in tuned.output
-    assert re.search(r"time: about .* for \d+ steps", tuned.output)
+    assert "12 of 60 rows held out, 12 cases for the gate; never trained on" in tuned.output
+    steps = {int(text) for text in re.findall(r"(\d+) steps", tuned.output)}
+    assert steps == {len((tuned.folder / "out" / "run" / "metrics.jsonl").read_text().splitlines())}
     assert "not run: bfcl" in tuned.output  # listed, never as passed
     verdict = json.loads((tuned.folder / "out" / "gate" / "gate.json").read_text())["verdict"]
     assert f"verdict: {verdict} (" in tuned.output
     assert tuned.code == int(verdict == "worse")
     assert ("serve it:     fctune serve out/run" in tuned.output) == (verdict != "worse")
-    assert "train again:  fctune train out/tune.yaml output_dir=ANOTHER" in tuned.output
+    assert "fctune push" not in tuned.output, "the tiny model"
+
+
+@pytest.mark.parametrize("command", ["tune", "train"])
+def test_a_run_offers_to_serve_its_result_only_if_no_gate_follows(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(entry, "find_typed_command", lambda: ["fctune", command])
+    monkeypatch.setattr(entry.logger, "info", lambda text, *values: lines.append(text % values))
+    entry._log_next_steps(RunDirectory(tmp_path), load_config(ROOT / "configs" / "tiny_lora.yaml"))
+    assert any("fctune serve" in line for line in lines) == (command == "train")
+
+
+def test_it_ends_with_a_chat_that_works_and_the_remedies_which_a_second_start_prints_again(tuned: Tuned) -> None:
+    commands = json.loads((tuned.folder / "out" / "gate" / "gate.json").read_text())["commands"]
+    lines = tuned.output.splitlines()
+    assert lines[-1] == (f"remedy:       {commands[0]}" if commands else lines[-1])
+    assert sum(command in line for command in commands for line in lines) == len(commands)
+    assert "the same command" in lines[-1] or commands
+    (chat,) = (line for line in lines if line.startswith("try it:"))
+    words = shlex.split(chat.removeprefix("try it:"))
+    assert words[:3] == ["fctune", "chat", "out/run"]
+    rows = [json.loads(line) for line in (tuned.folder / "rows.jsonl").read_text().splitlines()]
+    tools = {tool["function"]["name"] for row in rows for tool in row["tools"]}
+    assert {tool.name for tool in read_tool_files([tuned.folder / "out" / "tools.json"])} == tools
+    (question,) = (line.partition("for example: ")[2] for line in lines if "for example: " in line)
+    (case,) = (row for row in rows if question in (message["content"] for message in row["messages"]))
+    offered = read_tool_files([tuned.folder / words[words.index("--tools") + 1]])
+    assert {tool["function"]["name"] for tool in case["tools"]} <= {tool.name for tool in offered}
+    report = (tuned.folder / "out" / "report.html").read_text()
+    assert report.index('href="gate/gate.html"') < report.index('class="tiles"')
 
 
 def test_the_files_are_where_the_commands_look_for_them(tuned: Tuned) -> None:
@@ -121,7 +157,8 @@ def test_a_second_run_repeats_nothing_and_a_changed_one_is_refused(
     assert main(tuned.command) == tuned.code
     output = capsys.readouterr().out
     assert [line.partition(":")[0] for line in output.splitlines() if line.endswith("not repeated")] == STEPS
-    assert "verdict:" in output
+    end = tuned.output[tuned.output.index("verdict:") :]
+    assert output.endswith(end)
 
     assert main([*tuned.command, "epochs=2"]) == 2
     errors = capsys.readouterr().err
@@ -356,6 +393,40 @@ def test_clean_leaves_out_unusable_rows_and_names_them(
     assert "changed since the last time: rows.jsonl has changed; starting again" in output
     assert "changed since the last time: --clean: was invalid,secrets, is not given" in output
     assert "not repeated" not in output
+
+
+def test_rows_that_take_away_cannot_change_are_trained_without_it_whatever_else_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ["query,tool,arguments"] + [f'Play {i},play,"{{""song"": ""{i}""}}"' for i in range(40)]
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    play = {"name": "play", "parameters": {"type": "object", "properties": {"song": {"type": "string"}}}}
+    (tmp_path / "own.json").write_text(json.dumps([play]))
+    command = ["tune", "--data", "rows.csv", "--tools", "own.json", "--out", "out", "--plan-only"]
+    assert main([*command, "data.augment.paraphrase=50%"]) == 0
+    assert "no rows without a call can be made of these, so add some yourself" in capsys.readouterr().out
+    augment = load_run_config("out/tune.yaml").data.augment
+    assert augment is not None
+    assert augment.shares() == {"paraphrase": 0.5}
+    assert main([*command, "data.augment.take_away=50%"]) == 2
+    assert "applies to none of the" in capsys.readouterr().err
+
+
+def test_the_tools_for_a_chat_have_no_secret_that_the_rows_are_cleaned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in write_synthetic(tmp_path / "rows.jsonl", 40).read_text().splitlines()]
+    key = "ghp_" + "aB3dE5gH7j" * 3 + "K9mN1p"
+    for row in rows:
+        for tool in row["tools"]:
+            tool["function"]["description"] += f" Key {key}."
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["tune", "--data", "rows.jsonl", "--out", "out", "--clean", "--plan-only"]) == 0
+    text = (tmp_path / "out" / "tools.json").read_text()
+    assert key not in text
+    assert " Key ghp_" in text
 
 
 def test_rows_of_an_agent_get_the_tools_that_are_named(

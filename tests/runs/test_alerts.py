@@ -222,6 +222,17 @@ def test_a_straggler_is_reported_with_its_host() -> None:
     assert alert.message.startswith("rank 6 (node-1) was the slowest")
 
 
+@pytest.mark.parametrize("load", [0.5, 40.0])
+def test_slow_processors_are_not_called_gpus(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    rules, steps = AlertRules(has_gpu=False), make_healthy_steps(600)
+    slow_down_(steps[200:], 2.0)
+    (alert,) = (alert for metrics in steps for alert in rules.observe(metrics))
+    end = "Other processes may be using the processors"
+    assert alert.message.endswith(f"{end} (load average 40.0 on 4 cores)." if load > 4 else f"{end}.")
+
+
 def test_a_full_disk_raises_one_alert_until_there_is_space_again() -> None:
     rules, steps, raised = AlertRules(), make_healthy_steps(40), []
     for metrics, free in zip(steps, [0.06] * 10 + [0.049, 0.051] * 5 + [0.2] * 10 + [0.01] * 10, strict=True):

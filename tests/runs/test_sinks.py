@@ -242,6 +242,15 @@ def test_slow_steps_have_a_time_left_on_a_terminal_too(
     sink.close()
 
 
+def test_the_time_left_follows_the_pace_of_the_last_steps(clock: SimpleNamespace) -> None:
+    pipe = io.StringIO()
+    sink = ConsoleSink(Console(file=pipe, width=200), 1_000, 100)
+    for step in range(1, 201):
+        sink.write(metrics_of(step))
+        clock.now += 1 if step < 100 else 10
+    assert pipe.getvalue().splitlines()[-1].endswith("2:13:20 left")  # 800 steps of 10 s
+
+
 def test_preference_and_reinforcement_runs_show_what_they_learn_from() -> None:
     pipe = io.StringIO()
     sink = ConsoleSink(Console(file=pipe), 100, 1)

@@ -39,7 +39,8 @@ class HeldOutCases:
         suite: All of them, those that were made included.
         given: The cases that the user gave, asked or not.
         calls: Ids of those that need a call.
-        no_calls: Ids of those that need none.
+        no_calls: Ids of those of the user that need none.
+        made: Ids of those that need none because ``take_away`` made them of a call.
         partners: Ids of the cases that need a call and are partners of those without one.
         note: Where the pairs come from.
     """
@@ -48,6 +49,7 @@ class HeldOutCases:
     given: Sequence[Case]
     calls: tuple[str, ...]
     no_calls: tuple[str, ...]
+    made: tuple[str, ...]
     partners: tuple[str, ...]
     note: str
 
@@ -88,7 +90,8 @@ def pair_held_out(held_out: Suite, max_cases: int, seed: int = 0) -> HeldOutCase
         suite,
         held_out.cases,
         tuple(case.id for case in calls),
-        (*(case.id for case in own), *(case.id for _, case in made)),
+        tuple(case.id for case in own),
+        tuple(case.id for _, case in made),
         tuple(partners),
         note,
     )

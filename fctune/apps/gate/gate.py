@@ -128,6 +128,8 @@ def _judge(
     if not any(line.has_fallen for line in judged):
         return judged, ()
     profile = history.profile() if history is not None else None
+    if profile is not None:
+        profile.base_reasons = any(line.name == "reasoning" for line in lines)
     judged = [replace(one, remedies=find_remedies(one, profile)) if one.has_fallen else one for one in judged]
     worse = [one for one in judged if one.verdict == "worse"]
     return judged, tuple(make_commands(combine(worse or judged), history))

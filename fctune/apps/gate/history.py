@@ -12,15 +12,26 @@ from typing import Any
 
 from fctune.base.errors import DataError
 from fctune.config.intervals import parse_share
-from fctune.config.sections.data import AUGMENT_KINDS
+from fctune.config.sections.data import AUGMENT_KINDS, AugmentConfig
+from fctune.data.augment.augmenter import MAX_POOL_ROWS, Augmenter
+from fctune.data.augment.tool_pool import ToolPool
 from fctune.data.check.overlap import OverlapIndex
 from fctune.data.check.similarity import WordHasher
 from fctune.data.conversation import Conversation
+from fctune.data.sources import ParsedRow
 from fctune.runs.directory import RunFiles
-from fctune.tasks.evaluation.held_out import QuestionSearch, find_leaks, find_run, iter_rows_of, iter_training_rows
+from fctune.tasks.evaluation.held_out import (
+    QuestionSearch,
+    find_leaks,
+    find_run,
+    iter_rows_of,
+    iter_training_rows,
+    read_questions,
+)
 from fctune.tasks.task import AnyCase
 
 _MAX_ROWS = 100_000  # that are profiled and compared by words; more take minutes
+_MAX_TRIED = 1_000  # rows that a kind of augmentation is tried on before it counts as one that applies to none
 
 
 @dataclass
@@ -32,20 +43,52 @@ class RowProfile:
         augment: Shares by kind of ``data.augment``, with which they were trained.
         has_replay: General rows were mixed in.
         learning_rate: The highest of the run; None: unknown.
+        base_reasons: The base reasons on the cases, so that it can lose that.
         num_rows: Conversations.
         counts: Number of those with each property: ``tools``, ``call``, ``no_call`` (tools, and none is called),
             ``clarification`` (tools, and the assistant asks before it calls or instead), ``several_turns`` of the user,
             ``reasoning``, ``no_tools``.
         tool_sets: Number of rows by the names that they offer.
+        requests: Distinct requests of the rows with tools, as hashes; those of rows that need no call are also under
+            ``no_call``.
+        tried: The first rows, each with its source, that kinds of augmentation are tried on.
+        pool: Tools and values of the rows, which augmentation draws from.
+        max_tools: As in ``data.augment``.
     """
 
     source: str
     augment: Mapping[str, float] = field(default_factory=dict)
     has_replay: bool = False
     learning_rate: float | None = None
+    base_reasons: bool = True
     num_rows: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     tool_sets: Counter[frozenset[str]] = field(default_factory=Counter)
+    requests: dict[str, set[int]] = field(default_factory=lambda: {"tools": set(), "no_call": set()})
+    tried: list[tuple[str, ParsedRow]] = field(default_factory=list)
+    pool: ToolPool = field(default_factory=ToolPool)
+    max_tools: int = field(default_factory=lambda: AugmentConfig().max_tools)
+    _obstacles: dict[tuple[str, float], str | None] = field(default_factory=dict, init=False)
+
+    def add_parsed(self, source: str, row: ParsedRow) -> None:
+        """Count a row, and keep it to try augmentation on."""
+        self.add(row.conversation)
+        if len(self.tried) < _MAX_TRIED:
+            self.tried.append((source, row))
+        if self.num_rows <= MAX_POOL_ROWS and row.mark is None:
+            self.pool.add(row.conversation, source)
+
+    def find_obstacle(self, kind: str, share: float) -> str | None:
+        """Return why the augmenter cannot apply a kind to any row; None if it can, or no rows are kept to try it on."""
+        if self.tried and (kind, share) not in self._obstacles:
+            config = AugmentConfig(max_tools=self.max_tools)
+            setattr(config, kind, share)
+            augmenter = Augmenter(config, self.pool)
+            counts = augmenter.counts[kind]
+            is_made = any(augmenter.expand(row, source) and counts.made > 0 for source, row in self.tried)
+            reasons = (counts.left_out + counts.unsuitable).most_common(1)
+            self._obstacles[kind, share] = None if is_made else reasons[0][0] if reasons else "too few rows"
+        return self._obstacles.get((kind, share))
 
     def add(self, row: Conversation) -> None:
         """Count a row, its properties and the tools that it offers."""
@@ -64,11 +107,20 @@ class RowProfile:
         self.counts.update(name for name, is_so in found.items() if is_so)
         if row.tools:
             self.tool_sets[frozenset(tool.name for tool in row.tools)] += 1
+            request = hash(read_questions(row.messages))
+            self.requests["tools"].add(request)
+            if not has_calls:
+                self.requests["no_call"].add(request)
 
     def share(self, name: str, of: str | None = None) -> float:
         """Return the share of rows with a property, of all rows or of those with another; 0 if there are none."""
         total = self.num_rows if of is None else self.counts[of]
         return self.counts[name] / total if total else 0.0
+
+    @property
+    def negative_share(self) -> float:
+        """Share of the distinct requests with tools that need no call; a repeated request teaches no more than one."""
+        return len(self.requests["no_call"]) / len(self.requests["tools"]) if self.requests["tools"] else 0.0
 
     @property
     def main_set_share(self) -> float:
@@ -109,8 +161,8 @@ class TrainingHistory:
         """The run's output directory."""
         return self.config.get("output_dir")
 
-    def iter_rows(self) -> Iterator[Conversation]:
-        """Yield the rows, without those that the run holds out."""
+    def iter_rows(self) -> Iterator[tuple[str, ParsedRow]]:
+        """Yield the rows with their sources, without those that the run holds out."""
         if self.rows or self.run is None:
             return iter_rows_of(self.rows, self.run)
         return iter_training_rows(self.run)
@@ -132,11 +184,11 @@ class TrainingHistory:
         except DataError:  # all are too short to be compared
             index = None
         compared = None if self.rows else _MAX_ROWS  # named rows are all searched, as those of a run are above
-        for number, row in enumerate(islice(self.iter_rows(), compared)):
+        for number, (_, row) in enumerate(islice(self.iter_rows(), compared)):
             if self.rows:
-                found |= search.find(row.messages)
+                found |= search.find(row.conversation.messages)
             if index is not None and number < _MAX_ROWS:
-                index.add(row)
+                index.add(row.conversation)
         similar = index.overlap.num_found if index is not None else 0
         return [case.id for case in cases if case.id in found], max(0, similar - len(found)), unread
 
@@ -147,8 +199,9 @@ class TrainingHistory:
         shares = {kind: parse_share(given[kind]) for kind in AUGMENT_KINDS if kind in given}
         rate = (self.config.get("optimizer") or {}).get("lr")
         profile = RowProfile(self.source, shares, bool(data.get("replay")), rate)
-        for row in islice(self.iter_rows(), _MAX_ROWS):
-            profile.add(row)
+        profile.max_tools = given.get("max_tools", profile.max_tools)
+        for source, row in islice(self.iter_rows(), _MAX_ROWS):
+            profile.add_parsed(source, row)
         return profile
 
 

@@ -105,9 +105,19 @@ class JudgedLine:
         if self.smallest_fall is not None:
             return None
         right, n = self.comparison.num_right_before, self.comparison.n
+        if right == 0:
+            return f"the base gets none of the {n:,} right, so there is nothing to lose"
         if right < n / 2:
-            return f"finds no fall: the base is right on only {right:,} of {format_count(n, 'item')}"
-        return f"finds no fall, however large: {format_count(n, 'item is', 'items are')} too few"
+            return f"the base gets only {right:,} of {n:,} right, too few for a fall to show"
+        return f"{format_count(n, 'item is', 'items are')} too few to show a fall, however large"
+
+    @property
+    def fall_found(self) -> str:
+        """The smallest fall that the line finds, for a table."""
+        if self.smallest_fall is not None:
+            return f"{100 * self.smallest_fall:.1f} points"
+        right, n = self.comparison.num_right_before, self.comparison.n
+        return "nothing to lose" if right == 0 else "too few right" if right < n / 2 else "too few items"
 
     def to_json(self) -> dict[str, Any]:
         """Return the line as plain values."""
@@ -141,7 +151,7 @@ class JudgedLine:
             f"{self.line.title}: {one.num_right_before:,} of {one.n:,} right before, {one.num_right_after:,} after; "
             f"difference {format_points(difference)} ({format_points(low)} to {format_points(high)}), "
             f"p {one.p_value:.2g}, {self.p_adjusted:.2g} with Holm's adjustment; tolerance {self.tolerance:.0%}; "
-            f"smallest fall found {format_fall(self.smallest_fall)}"
+            f"smallest fall found: {self.fall_found}"
         )
         if one.turned_wrong:
             more = len(one.turned_wrong) - _NUM_SHOWN
@@ -174,8 +184,3 @@ def judge_lines(lines: Sequence[Line], tolerance: float) -> list[JudgedLine]:
 def format_points(difference: float) -> str:
     """Format a difference of two shares in percentage points, with its sign."""
     return f"{100 * difference:+.1f}"
-
-
-def format_fall(fall: float | None) -> str:
-    """Format the smallest fall that a line finds."""
-    return "none" if fall is None else f"{100 * fall:.1f} points"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from fctune.tasks.judge import Row
 from fctune.tasks.suite import Suite
 
 _CONCURRENCY = 16
+_HEARTBEAT_S = 30.0
 
 
 @dataclass
@@ -94,17 +96,52 @@ class GateModel:
         kept = 0 if is_fresh else results.count()
         before = f", {kept:,} of them answered before" if kept else ""
         log(f"{self.side}: {suite.name}, {format_count(len(suite.all_cases), 'case')}{before}")
-        rows = run_suite(
-            suite,
-            engine,
-            suite.call_format or call_format,
-            results,
-            max_new_tokens=max(config.max_new_tokens, suite.max_new_tokens or 0),
-            num_at_once=4 * _CONCURRENCY if self.has_server else config.batch_size,
-            is_fresh=is_fresh,
-        )
+        with _Heartbeat(log, f"{self.side}: {suite.name}", len(suite.all_cases), kept) as heartbeat:
+            rows = run_suite(
+                suite,
+                engine,
+                suite.call_format or call_format,
+                results,
+                max_new_tokens=max(config.max_new_tokens, suite.max_new_tokens or 0),
+                num_at_once=4 * _CONCURRENCY if self.has_server else config.batch_size,
+                is_fresh=is_fresh,
+                on_row=heartbeat.count,
+            )
         assert rows is not None
         return {row["id"]: row for row in rows}
+
+
+class _Heartbeat:
+    """Logs the number of answered cases every half a minute, also while a batch takes longer.
+
+    Args:
+        log: Called with each line.
+        name: What is asked.
+        num_cases: Number of cases.
+        num_done: Number of those that were answered before.
+    """
+
+    def __init__(self, log: Callable[[str], None], name: str, num_cases: int, num_done: int):
+        self._log, self._name, self._num_cases, self._num_before = log, name, num_cases, num_done
+        self._num_done = num_done
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def count(self, row: Row, num_done: int, num_cases: int) -> None:
+        """Note an answer; called by ``run_suite``."""
+        self._num_done = self._num_before + num_done
+
+    def _run(self) -> None:
+        while not self._ended.wait(_HEARTBEAT_S):
+            self._log(f"{self._name}, {self._num_done:,} of {format_count(self._num_cases, 'case')} answered")
 
 
 def open_models(

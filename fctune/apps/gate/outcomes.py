@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
+from fctune.apps.gate.cases import HeldOutCases
 from fctune.apps.gate.lines import Line
 from fctune.apps.gate.plan import Plan
 from fctune.apps.gate.served import STREAMED
@@ -74,7 +76,8 @@ def make_lines(
         everything = [case.id for case in cases.suite.cases]
         note = f"{format_count(cases.num_left_out, 'held-out case')} not asked" if cases.num_left_out else ""
         add("calls", CALLS, name, cases.calls, is_valid, note)
-        add("over_calling", OVER_CALLING, name, cases.no_calls, is_valid, cases.note)
+        add("over_calling", OVER_CALLING, name, (*cases.no_calls, *cases.made), is_valid)
+        lines = [_tell_made_apart(line, cases) if line.name == "over_calling" else line for line in lines]
         add("over_refusing", OVER_REFUSING, name, cases.partners, _calls_something, cases.note)
         if STREAMED in before:
             add("calls_streamed", f"{CALLS}, streamed", STREAMED, cases.calls, is_valid)
@@ -89,6 +92,21 @@ def make_lines(
         ids = [case.id for case in suite.all_cases]
         add(sample.name, sample.title, suite.name, ids, is_valid, suite.release or "", sample.cause)
     return lines, not_run, warnings
+
+
+def _tell_made_apart(line: Line, cases: HeldOutCases) -> Line:
+    """Return the line of cases without a call with the counts of the user's own and of those that were made."""
+    names = set(cases.made)
+    made = [outcome for outcome in line.outcomes if outcome.id in names]
+    own = [outcome for outcome in line.outcomes if outcome.id not in names]
+    counts = [
+        f"{format_count(len(part), f'case {kind}', f'cases {kind}')}: {sum(one.before for one in part):,} right "
+        f"before, {sum(one.after for one in part):,} after"
+        for kind, part in (("from your rows", own), ("made by taking the tool away", made))
+        if part
+    ]
+    num_lost, num_lost_made = (sum(one.before and not one.after for one in part) for part in (line.outcomes, made))
+    return replace(line, note="; ".join(counts), cause="missing_tool" if 2 * num_lost_made > num_lost else "")
 
 
 def _has_failed(row: Row) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune import __version__
-from fctune.apps.gate.lines import JudgedLine, format_fall, format_points
+from fctune.apps.gate.lines import JudgedLine, format_points
 from fctune.apps.gate.report import GateReport
 from fctune.calls.metrics import rate
 from fctune.pages.page import (
@@ -89,7 +89,7 @@ def _add_lines(page: Page, report: GateReport) -> None:
                 Cell(f"{format_points(difference)} ({format_points(low)} to {format_points(high)})", style=NO_WRAP),
                 f"{one.p_value:.2g}",
                 f"{line.p_adjusted:.2g}",
-                Cell(format_fall(line.smallest_fall), style=NO_WRAP),
+                Cell(line.fall_found, style=NO_WRAP),
             ]
         )
     heads = ["Verdict", "Line", Num("n"), Num("Before"), Num("After"), "0 to 100 %"]

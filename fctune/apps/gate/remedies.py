@@ -29,47 +29,77 @@ def find_remedies(line: JudgedLine, profile: RowProfile | None) -> tuple[Remedy,
 
 
 def _add_negatives(profile: RowProfile) -> Remedy | None:
-    share, tried = profile.share("no_call", "tools"), profile.augment.get("take_away", 0.0)
-    added = tried * profile.share("call", "tools")
-    total = (share + added) / (1 + added)
+    total, tried = _count_negatives(profile), profile.augment.get("take_away", 0.0)
     if total >= (_HALF_NEGATIVES if tried else _FEW_NEGATIVES):
         return None
     without = format_count(profile.counts["no_call"], "row needs", "rows need")
-    why = "which did not suffice" if tried else "so that calling is always right in them"
-    return Remedy(
-        f"share of negatives: {without} no call, of {profile.counts['tools']:,} with tools ({share:.1%}"
+    distinct = len(profile.requests["no_call"])
+    repeated = f" and {'has' if profile.counts['no_call'] == 1 else 'have'} {distinct:,} different requests"
+    why = "which did not suffice" if tried else "so that calling is nearly always right in them"
+    return _take_away(
+        profile,
+        f"share of negatives: {without} no call{repeated if distinct < profile.counts['no_call'] else ''}, of "
+        f"{profile.counts['tools']:,} rows with tools ({profile.negative_share:.1%} of the requests"
         f"{f'; {total:.1%} with those of take_away' if tried else ''}), {why}",
-        _augment(profile, take_away=0.3) | (_lower_rate(profile) if tried else {}),
     )
+
+
+def _add_missing(profile: RowProfile) -> Remedy | None:
+    total, tried = _count_negatives(profile), profile.augment.get("take_away", 0.0)
+    if tried and total >= _HALF_NEGATIVES:
+        return None
+    why = f"take_away={format_share(tried)} did not suffice" if tried else "no training row was made in this way"
+    return _take_away(profile, f"missing tools: most of what is lost are requests whose tool was taken away, and {why}")
+
+
+def _count_negatives(profile: RowProfile) -> float:
+    """Return the share of requests with tools that need no call, with those that ``take_away`` added."""
+    added = profile.augment.get("take_away", 0.0) * profile.share("call", "tools")
+    return (profile.negative_share + added) / (1 + added)
+
+
+def _take_away(profile: RowProfile, finding: str) -> Remedy:
+    """Return the remedy that makes rows without a call; where none can be made, they are to be written."""
+    overrides = _augment(profile, take_away=0.3)
+    if not overrides:
+        why = profile.find_obstacle("take_away", 1.0) or "too few rows"
+        return Remedy(
+            f"{finding}. data.augment.take_away cannot make more of these rows ({why}): add rows that need no call, "
+            "some of which ask for what no tool on offer can do",
+            {},
+        )
+    return Remedy(finding, overrides | (_lower_rate(profile) if profile.augment.get("take_away") else {}))
 
 
 def _add_questions(profile: RowProfile) -> Remedy | None:
     if profile.share("clarification", "tools") >= _FEW or profile.augment.get("ask", 0.0) > 0:
         return None
+    if not (overrides := _augment(profile, ask=0.15)):
+        return None
     asking = format_count(profile.counts["clarification"], "row asks", "rows ask")
-    return Remedy(
-        f"no clarifications: {asking} for a missing value, so that values are made up instead",
-        _augment(profile, ask=0.15),
-    )
+    return Remedy(f"no clarifications: {asking} for a missing value, so that values are made up instead", overrides)
 
 
 def _lower_negatives(profile: RowProfile) -> Remedy | None:
     share = profile.share("no_call", "tools")
-    if share <= _MANY_NEGATIVES:
+    if share <= _MANY_NEGATIVES or not (overrides := _augment(profile, repeat=0.3)):
         return None
     return Remedy(
         f"share of negatives: {share:.1%} of the rows with tools need no call, so that not calling is mostly right",
-        _augment(profile, repeat=0.3),
+        overrides,
     )
 
 
 def _vary_tools(profile: RowProfile) -> Remedy | None:
     if profile.main_set_share < _ONE_SET:
         return None
+    overrides = _augment(profile, mask_names=0.3, distract=0.5, shuffle_tools=0.5, paraphrase=0.3)
+    if not overrides:
+        return None
     return Remedy(
         f"one tool set: {profile.main_set_share:.1%} of the rows with tools offer the same ones, so that the model "
         "need not read them",
-        _augment(profile, mask_names=0.3, distract=0.5, shuffle_tools=0.5, paraphrase=0.3),
+        overrides,
     )
 
 
@@ -84,7 +114,7 @@ def _add_turns(profile: RowProfile) -> Remedy | None:
 
 
 def _add_reasoning(profile: RowProfile) -> Remedy | None:
-    if profile.share("reasoning") >= _FEW:
+    if not profile.base_reasons or profile.share("reasoning") >= _FEW:
         return None
     return Remedy(
         f"no reasoning: {format_count(profile.counts['reasoning'], 'row has', 'rows have')} any, so that the model "
@@ -118,16 +148,21 @@ def _lower_rate(profile: RowProfile) -> dict[str, str]:
 
 
 def _augment(profile: RowProfile, **shares: float) -> dict[str, str]:
-    """Return overrides that raise kinds of augmentation to a share, or beyond the one that did not suffice."""
+    """Return overrides that raise kinds to a share, or beyond the one that did not suffice; of those that the augmenter
+    can apply to the rows, since a run refuses the others.
+    """
     raised = {}
-    for kind, share in shares.items():
+    for kind, least in shares.items():
         given = profile.augment.get(kind, 0.0)
-        raised[f"data.augment.{kind}"] = format_share(share if given < share else min(1.0, 2 * given))
+        share = least if given < least else min(1.0, 2 * given)
+        if profile.find_obstacle(kind, share) is None:
+            raised[f"data.augment.{kind}"] = format_share(share)
     return raised
 
 
 _EXPLANATIONS: dict[str, tuple[Callable[[RowProfile], Remedy | None], ...]] = {
     "over_calling": (_add_negatives, _add_questions, _vary_tools),
+    "missing_tool": (_add_missing, _vary_tools),
     "over_refusing": (_lower_negatives, _vary_tools),
     "calls": (_vary_tools, _lower_negatives, _add_turns),
     "asking": (_add_questions, _add_negatives),

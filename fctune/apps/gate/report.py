@@ -63,6 +63,16 @@ class GateReport:
         kinds = ("worse", "undecided") if self.settings["require_safe"] else ("worse",)
         return tuple(line for line in self.lines if line.verdict in kinds)
 
+    def describe_findings(self) -> list[str]:
+        """Return what explains the falls that ``commands`` treat, each once; the settings are in the commands."""
+        names: dict[str, list[str]] = {}
+        notes: dict[str, str] = {}
+        for line in [line for line in self.lines if line.verdict == "worse"] or self.lines:
+            for remedy in line.remedies:
+                names.setdefault(remedy.finding, []).append(line.line.name)
+                notes[remedy.finding] = f" ({remedy.note})" if remedy.note else ""
+        return [f"{', '.join(lines)}: {finding}{notes[finding]}" for finding, lines in names.items()]
+
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
         return {

@@ -7,9 +7,11 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from fctune.apps.report.run_sections import (
+    GateResult,
     add_accuracy,
     add_data,
     add_events,
+    add_gate,
     add_published,
     add_rollouts,
     add_setup,
@@ -58,6 +60,7 @@ def write_run_html(
     criteria: Sequence[Sequence[Criterion]] = (),
     pricing: Pricing | None = None,
     published: Sequence[Published] = (),
+    gate: GateResult | None = None,
 ) -> None:
     """Write the page of one or more runs.
 
@@ -68,12 +71,19 @@ def write_run_html(
         criteria: Judged success criteria of each run.
         pricing: Prices of its cost; None takes each run's config, and list prices.
         published: Results of other packages' benchmarks.
+        gate: What a gate said of the only run; it then comes first.
     """
     names, figures = name_runs(records), [describe_run(record, pricing) for record in records]
     accuracies, criteria = accuracies or [()] * len(records), criteria or [()] * len(records)
     if len(records) == 1:
-        page = Page(f"Run: {names[0]}", *describe_outcome(records[0]))
-        _add_tiles(page, figures[0], accuracies[0])
+        outcome, tone = describe_outcome(records[0])
+        if gate is None:
+            page = Page(f"Run: {names[0]}", outcome, tone)
+        else:
+            page = Page(f"Run: {names[0]}", f"{gate.describe()} {outcome}", gate.tone)
+            add_gate(page, gate)
+        mixed = gate.suites if gate is not None else ()
+        _add_tiles(page, figures[0], [accuracy for accuracy in accuracies[0] if accuracy.suite not in mixed])
         if len(reason := exit_reason(records[0])) > 1:
             page.add_section("Why it ended", Pre("\n".join(reason)))
     else:

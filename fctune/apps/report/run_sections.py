@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fctune.pages.page import (
     Group,
     Heading,
     Interval,
+    Link,
     Num,
     Page,
     Part,
@@ -46,6 +48,7 @@ _STEP = re.compile(r'\{"step": (\d+),')
 _MAX_CASES = 300
 _MAX_EVENTS = 500
 _MAX_OPEN_EVENTS = 30
+_GATE_TONES: dict[str, Tone] = {"worse": "bad", "undecided": "warn", "safe": "good"}
 _TONES: dict[CriterionStatus, Tone] = {"PASS": "good", "FAIL": "bad", "not measured": "warn"}
 _REPORTED = ("rows", "conversations", "calls", "tools", "defects", "warnings", "duplicates", "near_duplicates")
 _COUNTS = {
@@ -60,6 +63,54 @@ _COUNTS = {
     "benchmark": "conversations of a benchmark, which the model must not be measured with",
     "supervised": "supervised tokens",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """What a gate said of a run.
+
+    Attributes:
+        report: Content of its ``gate.json``.
+        page: Path of its page, relative to the page of the run.
+    """
+
+    report: Mapping[str, Any]
+    page: str
+
+    @property
+    def tone(self) -> Tone:
+        """Tone of the verdict."""
+        return _GATE_TONES[self.report["verdict"]]
+
+    @property
+    def suites(self) -> set[str]:
+        """Suites that it asked, whose mean over cases of all kinds says nothing."""
+        return set(self.report["settings"]["cases_digests"])
+
+    def describe(self) -> str:
+        """Return the verdict in one sentence."""
+        fallen = [str(line["title"]) for line in self.report["lines"] if line["verdict"] == "worse"]
+        lines = f": {'; '.join(fallen)}" if fallen else ""
+        blocked = " Blocked: fctune serve and fctune push refuse it." if self.report["is_blocked"] else ""
+        return f"Gate: {self.report['verdict']}{lines}.{blocked}"
+
+
+def add_gate(page: Page, gate: GateResult) -> None:
+    """Add the lines of a gate, each before and after training, with a link to its page."""
+    rows = [
+        [
+            Cell(line["verdict"], _GATE_TONES[line["verdict"]], NO_WRAP),
+            Cell(line["title"], style="min-width:11em"),
+            line["n"],
+            f"{line['num_right_before'] / line['n']:.1%}",
+            f"{line['num_right_after'] / line['n']:.1%}",
+            line["note"],
+        ]
+        for line in gate.report["lines"]
+    ]
+    table = Table(["Verdict", "Line", Num("n"), Num("Before"), Num("After"), "Cases"], rows, is_stacked=True)
+    link = Link("Page of the gate, with the answers that turned wrong and the remedies", gate.page)
+    page.add_section("Gate", table, link, lead="Right items of each line, before and after training.")
 
 
 def add_success(page: Page, criteria: Sequence[Criterion], suffix: str = "", is_over: bool = True) -> None:

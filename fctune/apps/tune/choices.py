@@ -21,6 +21,7 @@ from fctune.config.schema import RunConfig
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.config.shipped import list_shipped_configs, resolve_shipped_path
 from fctune.config.yaml_text import dump_yaml
+from fctune.data.data_size import count_steps
 from fctune.models.architecture import Architecture
 from fctune.models.hub import parse_name
 from fctune.models.planned_model import extend_architecture, find_architecture
@@ -51,6 +52,18 @@ class RowFacts:
     longest: int  # tokens of the longest conversation
     no_calls: int = 0  # conversations with tools that call none
     no_tools: int = 0  # conversations without tools
+    requests: int | None = None  # distinct ones of conversations with tools; None: each has its own
+    no_call_requests: int | None = None  # distinct ones of those that call none
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedFacts:
+    """What the split counted in the prepared set: of augmented rows, and without those that are held out."""
+
+    packs: int
+    tokens: int
+    held_out: int  # as the split prints it
+    cases: int  # that the gate can ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +211,15 @@ def _describe_source(source: SourceConfig) -> dict[str, Any]:
     return {"path": source.path, **changed}
 
 
-def size_config(draft: Draft, facts: RowFacts, architecture: Architecture, machine: Machine, has_cases: bool) -> None:
-    """Choose what depends on the number and the length of the rows."""
+def size_config(
+    draft: Draft,
+    facts: RowFacts,
+    architecture: Architecture,
+    machine: Machine,
+    has_cases: bool,
+    prepared: PreparedFacts | None = None,
+) -> None:
+    """Choose what depends on the number and the length of the rows; with the prepared set, its numbers are exact."""
     usual = _count_step_tokens(draft.parse())
     rows = format_count(facts.conversations, "row")
     limit = architecture.max_position_embeddings
@@ -212,17 +232,20 @@ def size_config(draft: Draft, facts: RowFacts, architecture: Architecture, machi
             "data.seq_len", seq_len, f"the model reads {limit:,} tokens; the longest row has {facts.longest:,}"
         )
         draft.choose("data.overlong", "drop", "rows that the model cannot read are left out, and counted")
-    with_tools = facts.conversations - facts.no_tools
-    if facts.no_calls < _FEW_NO_CALLS * with_tools:
-        calling = "calls" if facts.no_calls == 1 else "call"
-        why = f"{facts.no_calls:,} of {format_count(with_tools, 'row')} with tools {calling} none"
+    requests = facts.conversations - facts.no_tools if facts.requests is None else facts.requests
+    no_calls = facts.no_calls if facts.no_call_requests is None else facts.no_call_requests
+    if no_calls < _FEW_NO_CALLS * requests:
+        what = "row" if requests == facts.conversations - facts.no_tools else "different request"
+        why = f"{no_calls:,} of {format_count(requests, what)} with tools {'calls' if no_calls == 1 else 'call'} none"
         draft.choose("data.augment.take_away", _TAKE_AWAY, f"{why}; without such rows a model calls always")
     if has_cases:
         draft.choose("data.validation_share", 0.0, "--cases gives the held-out cases")
     else:
         share = min(_MAX_SHARE, max(_MIN_SHARE, round(_HELD_OUT / facts.conversations, 3)))
-        count = f"about {share * facts.conversations:,.0f} of {rows}"
-        draft.choose("data.validation_share", share, f"{count} held out, for the gate; never trained on")
+        count = f"about {share * facts.conversations:,.0f} of {rows} held out for the gate"
+        if prepared is not None:
+            count = f"{prepared.held_out:,} of {rows} held out, {format_count(prepared.cases, 'case')} for the gate"
+        draft.choose("data.validation_share", share, f"{count}; never trained on")
     is_tiny = count_weights(architecture) < _TINY_WEIGHTS
     if is_tiny:
         epochs = min(_TINY_EPOCHS, max(1, round(_TINY_ROWS / facts.conversations)))
@@ -231,11 +254,15 @@ def size_config(draft: Draft, facts: RowFacts, architecture: Architecture, machi
         epochs = next((epochs for rows_below, epochs in _EPOCHS if facts.conversations < rows_below), 1)
         draft.choose("epochs", epochs, f"{rows}; fewer rows are read more often")
     config = draft.parse()
-    total = int(facts.tokens * (1 - config.data.validation_share) * config.epochs)
+    tokens = facts.tokens * (1 - config.data.validation_share) if prepared is None else prepared.tokens
+    total = int(tokens * config.epochs)
     most = max(1, min(usual, total // USUAL_STEPS) // config.data.seq_len)
     batch = max(machine.num_processes, 2 ** int(math.log2(most)))
-    steps = math.ceil(total / (batch * config.data.seq_len))
-    draft.choose("global_batch_size", batch, f"packs of seq_len tokens; about {format_count(steps, 'step')}")
+    if prepared is None:
+        steps, about = math.ceil(total / (batch * config.data.seq_len)), "about "
+    else:
+        steps, about = count_steps(replace(config, global_batch_size=batch), prepared.packs), ""
+    draft.choose("global_batch_size", batch, f"packs of seq_len tokens; {about}{format_count(steps, 'step')}")
     steps = math.ceil(total / _count_step_tokens(draft.parse()))
     draft.choose("lr_scheduler.warmup", "5%", "of the steps, however few they are")
     draft.choose("validation.every", "25%", "of the steps; the gate measures the calls")

@@ -15,12 +15,13 @@ from fctune.config.sections.data import REDACT_KINDS, SourceConfig
 from fctune.data.chat_template import ChatTemplate, MissingTemplateError
 from fctune.data.check import Report, check_sources
 from fctune.data.chosen_template import read_chosen_template
-from fctune.data.conversation import Conversation
+from fctune.data.conversation import Conversation, Tool
 from fctune.data.conversion import RowsSkippedError, convert_source
 from fctune.data.encoding import make_supervision
 from fctune.data.sources import has_reasoning_rows
 from fctune.data.sources.selection import Selection
 from fctune.data.sources.tool_file import read_tool_files
+from fctune.tasks.evaluation.held_out import read_questions
 
 MIN_CONVERSATIONS = 20  # fewer are too few to hold any out
 
@@ -81,13 +82,49 @@ def add_tools(
     return written
 
 
-def check_rows(config: RunConfig, model_dir: Path, cases: str | None, on_progress: Callable[[int], None]) -> Report:
+@dataclass(slots=True)
+class RowSurvey:
+    """What is counted of the rows besides the report of the check.
+
+    Attributes:
+        requests: Distinct requests of rows with tools, as hashes.
+        no_call_requests: Those of rows that need no call.
+        tools: The first tool of each name.
+        variants: Names of tools that rows also declare in another way.
+        most_offered: Largest number of tools that a row offers.
+    """
+
+    requests: set[int] = field(default_factory=set)
+    no_call_requests: set[int] = field(default_factory=set)
+    tools: dict[str, Tool] = field(default_factory=dict)
+    variants: set[str] = field(default_factory=set)
+    most_offered: int = 0
+
+    def add(self, conversation: Conversation) -> None:
+        """Count a row."""
+        if not conversation.tools:
+            return
+        request = hash(read_questions(conversation.messages))
+        self.requests.add(request)
+        if not any(message.calls for message in conversation.messages):
+            self.no_call_requests.add(request)
+        self.most_offered = max(self.most_offered, len(conversation.tools))
+        for tool in conversation.tools:
+            known = self.tools.setdefault(tool.name, tool)
+            if known is not tool and known.to_json() != tool.to_json():
+                self.variants.add(tool.name)
+
+
+def check_rows(
+    config: RunConfig, model_dir: Path, cases: str | None, survey: RowSurvey, on_progress: Callable[[int], None]
+) -> Report:
     """Read and render every row of a config's sources as training does.
 
     Args:
         config: Config of the run.
         model_dir: Directory of its model.
         cases: File of cases that no row may ask; None: there is none.
+        survey: Counts every row that can be used.
         on_progress: Called with the number of rows read so far.
 
     Raises:
@@ -110,6 +147,7 @@ def check_rows(config: RunConfig, model_dir: Path, cases: str | None, on_progres
 
     def count(conversation: Conversation) -> tuple[int, int]:
         samples = template.encode(conversation)
+        survey.add(conversation)
         return sum(len(sample.tokens) for sample in samples), sum(sample.num_supervised for sample in samples)
 
     return check_sources(
@@ -139,7 +177,7 @@ def describe_rows(report: Report) -> str:
     return ", ".join(parts)
 
 
-def describe_findings(report: Report, options: RowOptions) -> list[str]:
+def describe_findings(report: Report, survey: RowSurvey, options: RowOptions) -> list[str]:
     """Return lines on what is wrong with rows: defects with examples, warnings, secrets, and repetitions."""
     lines = []
     for defects in report.defect_kinds:
@@ -150,6 +188,12 @@ def describe_findings(report: Report, options: RowOptions) -> list[str]:
     if report.secrets.kinds and not {*options.clean} & {*REDACT_KINDS}:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in report.secrets.kinds.items())
         lines.append(f"secrets in the rows: {kinds}; --clean replaces them by placeholders")
+    num_no_calls, num_requests = report.classes.get("no_call", 0), len(survey.no_call_requests)
+    if options.cases is None and num_no_calls > 1 and 2 * num_requests <= num_no_calls:
+        lines.append(
+            f"{num_no_calls:,} rows need no call, but have only {format_count(num_requests, 'different request')}; no "
+            "held-out case has a request that is trained on as well, so few are left without a call"
+        )
     if near := sum(overlap.num_found for overlap in report.overlaps):
         cases = format_count(near, "case nearly repeats", "cases nearly repeat")
         lines.append(f"{options.cases}: {cases} a row to train on, so that the result is judged too well")

@@ -98,8 +98,8 @@ class QuestionSearch:
         return {i for length in range(1, len(turns) + 1) for i in self._ids.get(turns[:length], ())}
 
 
-def iter_training_rows(run: Path) -> Iterator[Conversation]:
-    """Yield the conversations that a run was trained on, once each, without those that it wrote as held-out cases.
+def iter_training_rows(run: Path) -> Iterator[tuple[str, ParsedRow]]:
+    """Yield source and row of what a run was trained on, once each, without those that it wrote as held-out cases.
 
     Pairs, cases of reinforcement, and sources that cannot be read give none.
     """
@@ -107,18 +107,18 @@ def iter_training_rows(run: Path) -> Iterator[Conversation]:
     for source in _read_sources(run):
         if source.kind == "rows":
             with contextlib.suppress(ConfigError, DataError, OSError):
-                yield from _iter_rows(source, held_out)
+                yield from ((source.path, row) for row in _parse_rows(source, held_out))
 
 
-def iter_rows_of(paths: Iterable[str], run: Path | None) -> Iterator[Conversation]:
-    """Yield the conversations of sources, without those that a run wrote as held-out cases.
+def iter_rows_of(paths: Iterable[str], run: Path | None) -> Iterator[tuple[str, ParsedRow]]:
+    """Yield source and row of named sources, without the rows that a run wrote as held-out cases.
 
     Raises:
         DataError: A source cannot be read.
     """
     held_out = frozenset[str]() if run is None else _read_held_out(run)
     for path in paths:
-        yield from _iter_rows(_Source(path), held_out)
+        yield from ((path, row) for row in _parse_rows(_Source(path), held_out))
 
 
 def find_run(path: Path) -> Path | None:
@@ -206,10 +206,6 @@ def _iter_messages(source: _Source, held_out: frozenset[str]) -> Iterator[Iterab
             yield parsed.conversation.messages
             if redactor is not None:  # cases of the run have its placeholders, those of users may have the secrets
                 yield redactor.redact(parsed)[0].conversation.messages
-
-
-def _iter_rows(source: _Source, held_out: frozenset[str]) -> Iterator[Conversation]:
-    return (row.conversation for row in _parse_rows(source, held_out))
 
 
 def _parse_rows(source: _Source, held_out: frozenset[str]) -> Iterator[ParsedRow]:

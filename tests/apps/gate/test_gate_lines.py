@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fctune.apps.gate.lines import Line, judge_lines
+from fctune.apps.gate.cases import HeldOutCases
+from fctune.apps.gate.lines import Line, Remedy, judge_lines
 from fctune.apps.gate.outcomes import make_lines
 from fctune.apps.gate.plan import Plan
 from fctune.apps.gate.report import GateReport
@@ -100,7 +102,12 @@ def test_the_smallest_fall_is_where_the_power_is_reached() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "words"), [((5, 0, 0), "5 items are too few"), ((1, 0, 30, 30), "right on only 1 of 61")]
+    ("counts", "words"),
+    [
+        ((5, 0, 0), "5 items are too few"),
+        ((1, 0, 30, 30), "gets only 1 of 61 right"),
+        ((0, 0, 30, 19), "the base gets none of the 49 right, so there is nothing to lose"),
+    ],
 )
 def test_a_line_that_finds_nothing_says_why(counts: Sequence[int], words: str) -> None:
     (judged,) = judge_lines([make_line("one", *counts)], 0.1)
@@ -127,6 +134,36 @@ def test_reports_hold_ids_of_any_character(tmp_path: Path) -> None:
     failure = ElementTree.parse(tmp_path / "gate.xml").getroot().find("*/failure")
     assert failure is not None
     assert "odd ? ? ? <b>10" in str(failure.text)
+
+
+def test_a_finding_of_several_lines_is_told_once_and_those_of_undecided_lines_only_if_none_is_worse() -> None:
+    lines = judge_lines([make_line("one", 10, 90, 0), make_line("two", 10, 90, 0), make_line("dim", 9, 1, 0)], 0.1)
+    found, other = Remedy("few negatives", {"data.augment.take_away": "30%"}), Remedy("rate", {}, "a note")
+    lines = [replace(line, remedies=(other if line.line.name == "dim" else found,)) for line in lines]
+    assert GateReport("a", "b", tuple(lines), {}, {}).describe_findings() == ["one, two: few negatives"]
+    assert GateReport("a", "b", tuple(lines[2:]), {}, {}).describe_findings() == ["dim: rate (a note)"]
+
+
+def test_cases_that_were_made_are_told_apart_and_decide_the_cause() -> None:
+    def make_case(name: str) -> Case:
+        return Case(name, "no_call", Conversation((Message("user", "Hello"),), ()), ())
+
+    own, made = ("a", "b"), ("c", "d", "e")
+    suite = Suite("held_out", tuple(map(make_case, own + made)))
+    before = {"held_out": {name: {"id": name, "verdict": "correct"} for name in own + made}}
+    for lost, cause in ((("a", "c", "d"), "missing_tool"), (("a", "b", "c"), "")):
+        after = {
+            "held_out": {i: {"id": i, "verdict": "unexpected_call" if i in lost else "correct"} for i in own + made}
+        }
+        held_out = HeldOutCases(suite, suite.cases, (), own, made, (), "")
+        lines, _, _ = make_lines(Plan(held_out), before, after)
+        (line,) = (line for line in lines if line.name == "over_calling")
+        assert line.cause == cause
+        num_own, num_made = (sum(name not in lost for name in part) for part in (own, made))
+        assert line.note == (
+            f"2 cases from your rows: 2 right before, {num_own} after; 3 cases made by taking the tool away: 3 right "
+            f"before, {num_made} after"
+        )
 
 
 def test_a_benchmark_of_which_the_base_answers_nothing_is_not_run() -> None:

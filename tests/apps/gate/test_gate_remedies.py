@@ -90,6 +90,53 @@ def test_what_was_tried_is_tried_harder_and_unknown_rows_are_named() -> None:
     assert "--rows" in unknown.finding
 
 
+def parse_rows(path: Path, rows: list[dict[str, Any]]) -> RowProfile:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return TrainingHistory(str(path), None, (str(path),)).profile()
+
+
+def test_only_what_the_augmenter_can_do_to_the_rows_is_proposed(tmp_path: Path) -> None:
+    def make(names: list[str], number: int) -> dict[str, Any]:
+        call = {"name": names[0], "arguments": json.dumps({"order": f"A{number}"})}
+        return {
+            "tools": [
+                {"type": "function", "function": {"name": n, "parameters": {"type": "object", "properties": {}}}}
+                for n in names
+            ],
+            "messages": [
+                {"role": "user", "content": f"Where is order A{number}?"},
+                {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
+            ],
+        }
+
+    one = parse_rows(tmp_path / "one.jsonl", [make(["status"], i) for i in range(60)])
+    (negatives, *others) = find_remedies(fallen("over_calling"), one)
+    assert not negatives.overrides
+    assert "cannot make more of these rows (all tools are needed, and no other is known)" in negatives.finding
+    proposed = {key for remedy in others for key in remedy.overrides}
+    assert proposed.isdisjoint({"data.augment.distract", "data.augment.shuffle_tools"}), "there is one tool"
+    two = parse_rows(tmp_path / "two.jsonl", [make(["status", "weather"], i) for i in range(60)])
+    proposed = {key for remedy in find_remedies(fallen("over_calling"), two) for key in remedy.overrides}
+    assert {"data.augment.take_away", "data.augment.shuffle_tools"} <= proposed
+    assert "data.augment.distract" not in proposed, "no row has other tools"
+
+
+def test_repeated_requests_are_few_negatives_however_many_rows_have_them(tmp_path: Path) -> None:
+    rows = [make_row(Message("user", f"Do {i}"), CALL).to_openai() for i in range(60)]
+    rows += [make_row(Message("user", f"Hello {i % 3}"), TEXT).to_openai() for i in range(30)]
+    (remedy, *_) = find_remedies(fallen("over_calling"), parse_rows(tmp_path / "rows.jsonl", rows))
+    assert "30 rows need no call and have 3 different requests, of 90 rows with tools (4.8% of" in remedy.finding
+    (remedy, *_) = find_remedies(fallen("over_calling", "missing_tool"), profile((9, make_row(USER, QUESTION))))
+    assert remedy.finding.startswith("missing tools: most of what is lost are requests whose tool was taken away")
+
+
+def test_a_base_that_does_not_reason_loses_no_reasoning() -> None:
+    rows = profile(*VARIED)
+    assert any("no reasoning" in one.finding for one in find_remedies(fallen("abandoned"), rows))
+    rows.base_reasons = False
+    assert not any("no reasoning" in one.finding for one in find_remedies(fallen("abandoned"), rows))
+
+
 def test_a_fall_that_the_rows_do_not_explain_asks_for_a_smaller_learning_rate() -> None:
     rows = profile(*VARIED, (40, make_row(USER, QUESTION)))
     rows.learning_rate = 2e-5
@@ -100,8 +147,8 @@ def test_a_fall_that_the_rows_do_not_explain_asks_for_a_smaller_learning_rate() 
 
 def test_the_command_of_a_run_is_repeated_with_all_remedies(tmp_path: Path) -> None:
     rows = tmp_path / "calls.jsonl"
-    row = make_row(USER, CALL).to_openai()
-    rows.write_text("".join(json.dumps(row | {"id": i}) + "\n" for i in range(40)))
+    lines = [make_row(Message("user", f"Do {i}"), CALL).to_openai() for i in range(40)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = tmp_path / "run"
     (run / "export" / "merged").mkdir(parents=True)
     words = ["tiny_lora", f"data.sources=[{{path: {rows}}}]", f"output_dir={run}", "max_steps=9"]
@@ -112,11 +159,11 @@ def test_the_command_of_a_run_is_repeated_with_all_remedies(tmp_path: Path) -> N
     found = history.profile()
     assert (found.num_rows, found.counts["call"], found.main_set_share) == (40, 40, 1.0)
     assert found.learning_rate == config["optimizer"]["lr"] == 4e-3
-    lines = [fallen(name) for name in ("over_calling", "invented_tool")]
-    lines = [
-        JudgedLine(one.line, one.comparison, one.p_adjusted, 0.1, None, find_remedies(one, found)) for one in lines
+    judged = [fallen(name) for name in ("over_calling", "invented_tool")]
+    judged = [
+        JudgedLine(one.line, one.comparison, one.p_adjusted, 0.1, None, find_remedies(one, found)) for one in judged
     ]
-    (command,) = make_commands(combine(lines), history)
+    (command,) = make_commands(combine(judged), history)
     _, _, name, *overrides = shlex.split(command)
     again = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
     assert again.output_dir == f"{run}_mended"

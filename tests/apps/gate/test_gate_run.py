@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,20 @@ def test_a_second_gate_asks_nothing_again_and_other_settings_are_named(
             run_gate(base.url, tuned.url, tmp_path, cases=cases, config=other, **QUIET)
         run_gate(base.url, tuned.url, tmp_path, cases=cases, config=other, is_fresh=True, **QUIET)
         assert len(base.bodies) == 2 * asked[0]
+
+
+def test_a_gate_tells_how_far_each_model_is(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fctune.apps.gate.models._HEARTBEAT_S", 0.001)
+    lines: list[str] = []
+    with serve_rule(expected) as base, serve_rule(expected) as tuned:
+        config = GateConfig(benchmarks=[], max_cases=20)
+        run_gate(base.url, tuned.url, tmp_path, cases=cases, config=config, log=lines.append)
+    for side in ("base", "tuned"):
+        told = [match[1] for line in lines if (match := re.fullmatch(rf"{side}: held_out, (\d+) of 40 .*", line))]
+        assert told
+        assert sorted(map(int, told)) == list(map(int, told))
 
 
 def test_a_gate_that_finds_nothing_says_so_first_and_is_undecided(

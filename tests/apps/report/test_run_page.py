@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fctune.apps.report.run_page import write_run_html
+from fctune.apps.report.run_sections import GateResult
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.success import SuccessConfig
 from fctune.runs.alerts import Alert
@@ -209,6 +210,24 @@ def test_accuracies_before_and_after_are_those_of_the_results(page: Path, run: P
         assert cells[-3:-1] == [f"{difference:+.1%}", f"{low:+.1%} to {high:+.1%}"]
     assert shown["all"][2:6] == ["50.0%", "15.0% - 85.0%", "75.0%", "30.1% - 95.4%"]
     assert [case["title"].split(":")[0] for case in failures_in(text)] == [smoke.cases[1].id]
+
+
+def test_the_page_of_a_judged_run_begins_with_the_gate_and_has_no_mean_of_its_cases(run: Path, tmp_path: Path) -> None:
+    line = {"name": "calls", "verdict": "safe", "title": "calls", "n": 40, "note": ""}
+    lines = [
+        line | {"num_right_before": 0, "num_right_after": 38},
+        line | {"title": "over-calling", "verdict": "worse", "num_right_before": 40, "num_right_after": 4},
+    ]
+    report = {"verdict": "worse", "is_blocked": True, "lines": lines, "settings": {"cases_digests": {"smoke": "x"}}}
+    record, out = read_run(run), tmp_path / "report.html"
+    write_run_html([record], out, [find_accuracies(record)], gate=GateResult(report, "gate/gate.html"))
+    text = out.read_text()
+    assert "Gate: worse: over-calling. Blocked: fctune serve and fctune push refuse it. Completed" in text
+    assert text.index("<h2>Gate") < text.index('href="gate/gate.html"') < text.index('class="tiles"')
+    assert [row[2:5] for row in cells_of(text, "Gate")] == [["40", "0.0%", "95.0%"], ["40", "100.0%", "10.0%"]]
+    assert "correct of" not in text
+    write_run_html([record], out, [find_accuracies(record)])
+    assert "correct of" in out.read_text()
 
 
 def test_results_of_an_earlier_run_in_the_same_directory_are_ignored(smoke: Suite, tmp_path: Path) -> None:

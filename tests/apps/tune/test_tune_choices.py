@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from fctune.apps.tune.choices import (
+    PreparedFacts,
     RowFacts,
     choose_shipped,
     draft_config,
@@ -167,3 +169,21 @@ def test_rows_without_tools_do_not_count_as_rows_that_only_call() -> None:
     assert config.data.augment is None
     _, reasons = choose("hf:Qwen/Qwen3-8B", H100, RowFacts(1_000, 300_000, 500, no_calls=5, no_tools=900))
     assert reasons["data.augment.take_away"].startswith("5 of 100 rows with tools call none")
+
+
+def test_rows_without_a_call_that_repeat_each_other_count_once() -> None:
+    facts = RowFacts(360, 100_000, 500, no_calls=58, requests=314, no_call_requests=12)
+    _, reasons = choose("hf:Qwen/Qwen3-8B", H100, facts)
+    assert reasons["data.augment.take_away"].startswith("12 of 314 different requests with tools call none")
+
+
+def test_the_numbers_of_the_prepared_set_take_the_place_of_estimates() -> None:
+    facts = RowFacts(360, 100_000, 300)
+    architecture, _, _ = find_architecture("fctune/assets/tiny_base")
+    draft, _ = draft_config("fctune/assets/tiny_base", architecture, CPU, Path("out/run"), ROWS, ["epochs=10"])
+    size_config(draft, facts, architecture, CPU, False, PreparedFacts(packs=91, tokens=91_000, held_out=54, cases=52))
+    reasons = {key: reason for key, _, reason in draft.list_choices()}
+    config = draft.parse()
+    steps = config.epochs * math.ceil(91 / config.global_batch_size)
+    assert reasons["global_batch_size"] == f"packs of seq_len tokens; {steps} steps"
+    assert reasons["data.validation_share"] == "54 of 360 rows held out, 52 cases for the gate; never trained on"
