@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ def generate(arguments: argparse.Namespace, rows: Path) -> None:
     """Generate the rows, unless they are there."""
     options = ["--requests", "drafted", "--votes", "0", "--answers", "json", "--max-tools", "6"]
     options += ["--max-new-tokens", "200", "--timeout", "900", "--seed", "1", "--num", str(arguments.num)]
-    options += ["--execute", ",".join(sorted(READ_ONLY)), "--held-out", str(SUITE)]
+    options += ["--execute", ",".join(sorted(READ_ONLY)), "--held-out", os.path.relpath(SUITE)]
     servers = ["--tools", arguments.tools, "--teacher", arguments.teacher]
     run(["data", "generate", *servers, *options, "--out", str(rows), "--html", str(rows.with_suffix(".html"))])
 

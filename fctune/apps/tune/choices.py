@@ -187,7 +187,10 @@ def draft_config(
     draft.choose("adapter.rank", composition.values["adapter"].get("rank", 32), reason)
     if not machine.num_gpus:
         why = "no GPU"
-        draft.choose("precision", "fp32", f"{why}: the fastest on processors")
+        if machine.prefers_bf16 and shipped.num_weights > _TINY_WEIGHTS:
+            draft.choose("precision", "bf16", f"{why}: these processors multiply it much faster than fp32")
+        else:
+            draft.choose("precision", "fp32", f"{why}: bf16 is no faster on these processors, or the model is tiny")
         draft.choose("compile", False, f"{why}: compiling takes longer than it saves")
         draft.choose("parallel.mode", "auto", "one process")
         if composition.values["adapter"].get("base", "bf16") != "bf16":

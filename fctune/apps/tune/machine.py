@@ -12,6 +12,7 @@ from fctune.config.intervals import format_count
 _CPU = "CPU"
 _TIMED_DIM = 768  # of the matrices whose product is timed
 _TIMED_PRODUCTS = 5
+_MUCH_FASTER = 2.0  # the rest of a step is not faster in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Machine:
 
     Attributes:
         num_gpus: GPUs to use; 0 for the processors.
-        gpu: One of them; of the processors, their memory and the rate of a matrix product timed here.
+        gpu: One of them; of the processors, their memory and the rates of matrix products timed here.
         is_known: The GPU is in the table, so that time and cost can be planned.
     """
 
@@ -37,6 +38,11 @@ class Machine:
     def name(self) -> str:
         """Number and kind of the GPUs, without the memory that happens to be free."""
         return f"{format_count(self.num_gpus, 'GPU')} ({self.gpu.name})" if self.num_gpus else "no GPU"
+
+    @property
+    def prefers_bf16(self) -> bool:
+        """True for processors that multiply bfloat16 matrices much faster than others, as those with AMX do."""
+        return not self.num_gpus and self.gpu.bf16_tflops > _MUCH_FASTER * (self.gpu.fp32_tflops or 0.0)
 
     def describe(self) -> str:
         """Return the machine in a few words."""
@@ -74,16 +80,19 @@ def find_machine(num_gpus: int | None) -> Machine:
 
 
 def _describe_processors() -> Gpu:
-    """Describe the processors as a GPU with the memory that is free now, and the rate that they reach now."""
+    """Describe the processors as a GPU with the memory that is free now, and the rates that they reach now."""
     import psutil
     import torch
 
-    matrix = torch.ones(_TIMED_DIM, _TIMED_DIM)
-    seconds = []
-    for _ in range(_TIMED_PRODUCTS):
-        started = time.perf_counter()
-        matrix @ matrix
-        seconds.append(time.perf_counter() - started)
-    tflops = 2 * _TIMED_DIM**3 / min(seconds) / 1e12
+    tflops = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(_TIMED_DIM, _TIMED_DIM, dtype=dtype)
+        seconds = []
+        for _ in range(_TIMED_PRODUCTS):
+            started = time.perf_counter()
+            matrix @ matrix
+            seconds.append(time.perf_counter() - started)
+        tflops[dtype] = 2 * _TIMED_DIM**3 / min(seconds) / 1e12
     memory = int(psutil.virtual_memory().available)
-    return Gpu(_CPU, memory, tflops, None, tflops, 20, 20, 1, "this machine", "this machine")
+    rates = (tflops[torch.bfloat16], None, tflops[torch.float32])
+    return Gpu(_CPU, memory, *rates, 20, 20, 1, "this machine", "this machine")

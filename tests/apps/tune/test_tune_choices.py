@@ -94,6 +94,13 @@ def test_few_rows_get_small_batches_and_several_passes_and_many_rows_the_usual()
     assert cases.data.validation_share == 0.0
 
 
+def test_processors_that_multiply_bf16_faster_train_real_models_in_it() -> None:
+    facts = RowFacts(3_000, 1_500_000, 1_800)
+    slow, fast = (Machine(0, replace(CPU.gpu, bf16_tflops=rate, fp32_tflops=0.1)) for rate in (0.15, 0.5))
+    assert [choose("hf:Qwen/Qwen3-0.6B", machine, facts)[0].precision for machine in (slow, fast)] == ["fp32", "bf16"]
+    assert choose("fctune/assets/tiny_base", fast, facts)[0].precision == "fp32"
+
+
 def test_what_the_user_sets_is_never_chosen() -> None:
     given = ("epochs=7", "optimizer.lr=1e-3", "data.seq_len=512")
     config, reasons = choose("fctune/assets/tiny_base", CPU, RowFacts(100, 20_000, 300), *given)
