@@ -1,12 +1,13 @@
 """Close the loop from tools without rows to a judged model, measured with requests that were written by hand.
 
     python -m benchmarks.generate.server --port 8123 &
-    python -m benchmarks.generate.loop --model DIR --teacher http://HOST/v1 --out DIR [--num 240] [key=value ...]
-        [--result FILE]
+    python -m benchmarks.generate.loop --model DIR --teacher http://HOST/v1 --out DIR [--num 240]
+        [--result FILE] [key=value ...]
 
 ``fctune data generate`` has the teacher reword drafted requests to the tools of the MCP server and word the answers;
 the tools that only look something up are really called. ``fctune tune`` trains the model on the rows and asks it and
-its base the requests of ``held_out.yaml``, which were written before any row. Each step resumes.
+its base the requests of ``held_out.yaml``, which were written before any row. Each step resumes. With ``--rows
+benchmarks/generate/rows_2026-11-27.jsonl.gz``, the rows are those that Qwen2.5-Coder-0.5B-Instruct worded on that day.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run what is missing of the loop, print its table, and write the result if a file is named."""
     parser = argparse.ArgumentParser(description="From tools to a judged model")
     parser.add_argument("--model", required=True, metavar="DIR", help="model to train")
-    parser.add_argument("--teacher", required=True, metavar="URL", help="server that rewords and answers")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--teacher", metavar="URL", help="server that rewords and answers")
+    source.add_argument("--rows", type=Path, metavar="FILE", help="rows that were generated before")
     parser.add_argument("--tools", default="http://127.0.0.1:8123/mcp", metavar="URL", help="default: %(default)s")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--num", type=int, default=240, metavar="N", help="rows; default: %(default)s")
@@ -84,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_intermixed_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows, cases = arguments.out / "rows.jsonl", arguments.out / "cases.jsonl"
-    generate(arguments, rows)
+    if arguments.rows is None:
+        generate(arguments, rows)
+    rows = arguments.rows or rows
     write_cases(cases)
     tuned = arguments.out / "tune"
     started = time.perf_counter()
@@ -94,13 +99,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     compared = arguments.out / "compared.json"
     answers = [str(tuned / "gate" / f"{name}.held_out.jsonl") for name in ("base", "tuned")]
     run(["compare", *answers, "--json", str(compared)])
-    summary = json.loads((rows.with_suffix(".generate") / "log.summary.json").read_text(encoding="utf-8"))
+    generated: dict[str, Any] = {"file": str(rows)}
+    if arguments.rows is None:
+        summary = json.loads((rows.with_suffix(".generate") / "log.summary.json").read_text(encoding="utf-8"))
+        generated = {name: summary[name] for name in ("asked", "kept", "dropped", "usage")}
     gate = json.loads((tuned / "gate" / "gate.json").read_text(encoding="utf-8"))
     found = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": describe_machine(),
         "command": f"python -m benchmarks.generate.loop --num {arguments.num} {' '.join(arguments.overrides)}".strip(),
-        "rows": {name: summary[name] for name in ("asked", "kept", "dropped", "usage")},
+        "rows": generated,
         "tune_s": round(seconds, 1),
         "kinds": describe(json.loads(compared.read_text(encoding="utf-8"))),
         "gate": {line["name"]: {key: line[key] for key in _LINE_KEYS} for line in gate["lines"]},
