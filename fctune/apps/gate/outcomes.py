@@ -81,8 +81,16 @@ def make_lines(
         add("over_refusing", OVER_REFUSING, name, cases.partners, _calls_something, cases.note)
         if STREAMED in before:
             add("calls_streamed", f"{CALLS}, streamed", STREAMED, cases.calls, is_valid)
+        attempts = [i for i in everything if _tries_a_call(before[name][i])]
         for defect, title in DEFECT_LINES.items():
-            add(defect, title, name, everything, partial(_lacks, defect))
+            # A base that calls nothing makes no mistakes in calls: a result that has learned to call would seem worse.
+            asked = everything if defect == "abandoned" else attempts
+            if asked or all(map(_has_failed, before[name].values())):
+                add(defect, title, name, asked, partial(_lacks, defect), _describe_attempts(asked, everything))
+                continue
+            found = sum(not _lacks(defect, row) for row in after[name].values() if not _has_failed(row))
+            have = format_count(found, "answer of the result has it", "answers of the result have it")
+            not_run[defect] = f"the base calls nothing on the held-out cases; {have}"
         outcomes = pair(name, everything, _reasons)
         if any(outcome.before for outcome in outcomes):
             lines.append(Line("reasoning", REASONING, outcomes))
@@ -115,6 +123,14 @@ def _has_failed(row: Row) -> bool:
 
 def _calls_something(row: Row) -> bool:
     return bool(row["calls"]) and not _has_failed(row)
+
+
+def _tries_a_call(row: Row) -> bool:
+    return not _has_failed(row) and (bool(row.get("calls")) or "malformed" in row.get("defects", ()))
+
+
+def _describe_attempts(asked: Sequence[str], everything: Sequence[str]) -> str:
+    return "" if len(asked) == len(everything) else f"the {format_count(len(asked), 'case')} in which the base calls"
 
 
 def _lacks(defect: str, row: Row) -> bool:

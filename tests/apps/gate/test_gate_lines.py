@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -164,6 +165,35 @@ def test_cases_that_were_made_are_told_apart_and_decide_the_cause() -> None:
             f"2 cases from your rows: 2 right before, {num_own} after; 3 cases made by taking the tool away: 3 right "
             f"before, {num_made} after"
         )
+
+
+def test_mistakes_in_calls_are_compared_where_the_base_calls() -> None:
+    """A base that calls nothing invents nothing, which is no merit that a result could lose."""
+    names = [f"c{i}" for i in range(6)]
+    call = {"name": "look_up", "arguments": {}}
+    suite = Suite("held_out", tuple(Case(i, "call", Conversation((Message("user", "Hi"),), ()), ()) for i in names))
+    held_out = HeldOutCases(suite, suite.cases, tuple(names), (), (), (), "")
+    silent = {i: {"id": i, "verdict": "missing_call", "calls": [], "defects": []} for i in names}
+    half = silent | {i: {**silent[i], "calls": [call]} for i in names[:2]}
+    half |= {"c2": {**silent["c2"], "defects": ["malformed"]}}
+    inventing = {i: {**silent[i], "calls": [call], "defects": ["invented_argument"]} for i in names}
+
+    def judge(base: dict[str, dict[str, Any]]) -> tuple[dict[str, Line], dict[str, str]]:
+        lines, not_run, _ = make_lines(Plan(held_out), {"held_out": base}, {"held_out": inventing})
+        return {line.name: line for line in lines}, not_run
+
+    lines, not_run = judge(silent)
+    assert "abandoned" in lines
+    assert not {"malformed", "invented_tool", "invented_argument"} & set(lines)
+    reason = "the base calls nothing on the held-out cases; {} have it"
+    assert not_run["invented_argument"] == reason.format("6 answers of the result")
+    assert not_run["malformed"] == reason.format("0 answers of the result")
+    lines, not_run = judge(half)
+    line = lines["invented_argument"]
+    assert [outcome.id for outcome in line.outcomes] == ["c0", "c1", "c2"]
+    assert [(outcome.before, outcome.after) for outcome in line.outcomes] == [(True, False)] * 3
+    assert line.note == "the 3 cases in which the base calls"
+    assert len(lines["abandoned"].outcomes) == 6
 
 
 def test_a_benchmark_of_which_the_base_answers_nothing_is_not_run() -> None:
