@@ -18,7 +18,8 @@ def test_base_and_adapter_of_one_server_are_gated_as_clients_see_them(
     demo: Path, vllm_python: str, tmp_path: Path
 ) -> None:
     run = demo / "run"
-    base = json.loads((run / "export" / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    adapter = json.loads((run / "export" / "adapter" / "adapter_config.json").read_text())
+    base = str(Path(adapter["base_model_name_or_path"]))  # the name under which fctune serve serves it
     words = ["--cases", str(demo / "cases.jsonl"), "--benchmarks", "none", "--max-cases", "12"]
     words += ["--max-new-tokens", "128"]
     with serve_vllm(run / "export" / "adapter", vllm_python, find_port()) as address:
