@@ -48,11 +48,11 @@ def measure(clone: Path, python: str) -> dict[str, Any]:
     command = [str(clone / ".venv" / "bin" / "fctune"), "compare", *results, "--json", str(compared)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     categories = json.loads(compared.read_text(encoding="utf-8"))
-    return {**seconds, "categories": {name: _describe(counts) for name, counts in categories.items()}}
+    return {**seconds, "categories": {name: describe_accuracies(counts) for name, counts in categories.items()}}
 
 
-def _describe(counts: dict[str, Any]) -> dict[str, Any]:
-    """Return the counts of a category with its accuracies and their 95 % intervals, in percent."""
+def describe_accuracies(counts: dict[str, Any]) -> dict[str, Any]:
+    """Return the counts of a category that was compared, with its accuracies and their 95 % intervals in percent."""
     described: dict[str, Any] = {"n": counts["n"]}
     for when in ("before", "after"):
         right = counts[f"num_right_{when}"]

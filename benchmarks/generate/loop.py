@@ -24,9 +24,9 @@ from typing import Any
 
 import yaml
 
+from benchmarks.demo import describe_accuracies
 from benchmarks.generate.server import READ_ONLY, SUITE
 from benchmarks.training import describe_machine
-from fctune.calls.metrics import wilson_interval
 
 _BLOCKED = 1
 _LINE_KEYS = ("verdict", "n", "num_right_before", "num_right_after", "p")
@@ -60,18 +60,6 @@ def run(command: Sequence[str], allowed: Sequence[int] = (0,)) -> None:
         sys.exit(code)
 
 
-def describe(compared: dict[str, Any]) -> dict[str, Any]:
-    """Return the accuracies of each kind of request before and after, in percent with their 95 % intervals."""
-    described: dict[str, Any] = {}
-    for name, counts in compared.items():
-        described[name] = {"n": counts["n"]}
-        for when in ("before", "after"):
-            right = counts[f"num_right_{when}"]
-            low, high = wilson_interval(right, counts["n"])
-            described[name][when] = [right, *(round(100 * share, 1) for share in (right / counts["n"], low, high))]
-    return described
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what is missing of the loop, print its table, and write the result if a file is named."""
     parser = argparse.ArgumentParser(description="From tools to a judged model")
@@ -103,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.rows is None:
         summary = json.loads((rows.with_suffix(".generate") / "log.summary.json").read_text(encoding="utf-8"))
         generated = {name: summary[name] for name in ("asked", "kept", "dropped", "usage")}
+    kinds = json.loads(compared.read_text(encoding="utf-8"))
     gate = json.loads((tuned / "gate" / "gate.json").read_text(encoding="utf-8"))
     found = {
         "date": time.strftime("%Y-%m-%d"),
@@ -110,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "command": f"python -m benchmarks.generate.loop --num {arguments.num} {' '.join(arguments.overrides)}".strip(),
         "rows": generated,
         "tune_s": round(seconds, 1),
-        "kinds": describe(json.loads(compared.read_text(encoding="utf-8"))),
+        "kinds": {name: describe_accuracies(counts) for name, counts in kinds.items()},
         "gate": {line["name"]: {key: line[key] for key in _LINE_KEYS} for line in gate["lines"]},
     }
     if arguments.result is not None:
