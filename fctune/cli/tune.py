@@ -325,7 +325,7 @@ class _Tune:
         assert tokens is not None
         facts = {"conversations": report.conversations, "tokens": tokens.total, "longest": tokens.lengths.max}
         facts |= {"no_calls": report.classes.get("no_call", 0), "no_tools": report.classes.get("no_tools", 0)}
-        facts |= {"requests": len(survey.requests), "no_call_requests": len(survey.no_call_requests)}
+        facts |= {"requests": len(survey.requests.found), "no_call_requests": len(survey.requests.no_call)}
         tools_seen = tuple(survey.tools.values())
         if config.data.secrets == "redact":
             tools_seen = Redactor(config.data.redact).redact_conversation(Conversation((), tools_seen))[0].tools

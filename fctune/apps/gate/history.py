@@ -21,12 +21,12 @@ from fctune.data.conversation import Conversation
 from fctune.data.sources import ParsedRow
 from fctune.runs.directory import RunFiles
 from fctune.tasks.evaluation.held_out import (
+    DistinctRequests,
     QuestionSearch,
     find_leaks,
     find_run,
     iter_rows_of,
     iter_training_rows,
-    read_questions,
 )
 from fctune.tasks.task import AnyCase
 
@@ -36,7 +36,7 @@ _MAX_TRIED = 1_000  # rows that a kind of augmentation is tried on before it cou
 
 @dataclass
 class RowProfile:
-    """What the training rows contain, as far as it explains what a model loses.
+    """Counts and properties of the training rows that explain what a model loses.
 
     Attributes:
         source: The run or file that they are of.
@@ -49,8 +49,7 @@ class RowProfile:
             ``clarification`` (tools, and the assistant asks before it calls or instead), ``several_turns`` of the user,
             ``reasoning``, ``no_tools``.
         tool_sets: Number of rows by the names that they offer.
-        requests: Distinct requests of the rows with tools, as hashes; those of rows that need no call are also under
-            ``no_call``.
+        requests: Different requests of the rows with tools.
         tried: The first rows, each with its source, that kinds of augmentation are tried on.
         pool: Tools and values of the rows, which augmentation draws from.
         max_tools: As in ``data.augment``.
@@ -64,7 +63,7 @@ class RowProfile:
     num_rows: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     tool_sets: Counter[frozenset[str]] = field(default_factory=Counter)
-    requests: dict[str, set[int]] = field(default_factory=lambda: {"tools": set(), "no_call": set()})
+    requests: DistinctRequests = field(default_factory=DistinctRequests)
     tried: list[tuple[str, ParsedRow]] = field(default_factory=list)
     pool: ToolPool = field(default_factory=ToolPool)
     max_tools: int = field(default_factory=lambda: AugmentConfig().max_tools)
@@ -107,20 +106,12 @@ class RowProfile:
         self.counts.update(name for name, is_so in found.items() if is_so)
         if row.tools:
             self.tool_sets[frozenset(tool.name for tool in row.tools)] += 1
-            request = hash(read_questions(row.messages))
-            self.requests["tools"].add(request)
-            if not has_calls:
-                self.requests["no_call"].add(request)
+            self.requests.add(row)
 
     def share(self, name: str, of: str | None = None) -> float:
         """Return the share of rows with a property, of all rows or of those with another; 0 if there are none."""
         total = self.num_rows if of is None else self.counts[of]
         return self.counts[name] / total if total else 0.0
-
-    @property
-    def negative_share(self) -> float:
-        """Share of the distinct requests with tools that need no call; a repeated request teaches no more than one."""
-        return len(self.requests["no_call"]) / len(self.requests["tools"]) if self.requests["tools"] else 0.0
 
     @property
     def main_set_share(self) -> float:

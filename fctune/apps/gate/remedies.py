@@ -33,13 +33,13 @@ def _add_negatives(profile: RowProfile) -> Remedy | None:
     if total >= (_HALF_NEGATIVES if tried else _FEW_NEGATIVES):
         return None
     without = format_count(profile.counts["no_call"], "row needs", "rows need")
-    distinct = len(profile.requests["no_call"])
+    distinct = len(profile.requests.no_call)
     repeated = f" and {'has' if profile.counts['no_call'] == 1 else 'have'} {distinct:,} different requests"
     why = "which did not suffice" if tried else "so that calling is nearly always right in them"
     return _take_away(
         profile,
         f"share of negatives: {without} no call{repeated if distinct < profile.counts['no_call'] else ''}, of "
-        f"{profile.counts['tools']:,} rows with tools ({profile.negative_share:.1%} of the requests"
+        f"{profile.counts['tools']:,} rows with tools ({profile.requests.no_call_share:.1%} of the requests"
         f"{f'; {total:.1%} with those of take_away' if tried else ''}), {why}",
     )
 
@@ -55,7 +55,7 @@ def _add_missing(profile: RowProfile) -> Remedy | None:
 def _count_negatives(profile: RowProfile) -> float:
     """Return the share of requests with tools that need no call, with those that ``take_away`` added."""
     added = profile.augment.get("take_away", 0.0) * profile.share("call", "tools")
-    return (profile.negative_share + added) / (1 + added)
+    return (profile.requests.no_call_share + added) / (1 + added)
 
 
 def _take_away(profile: RowProfile, finding: str) -> Remedy:

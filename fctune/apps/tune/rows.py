@@ -21,7 +21,7 @@ from fctune.data.encoding import make_supervision
 from fctune.data.sources import has_reasoning_rows
 from fctune.data.sources.selection import Selection
 from fctune.data.sources.tool_file import read_tool_files
-from fctune.tasks.evaluation.held_out import read_questions
+from fctune.tasks.evaluation.held_out import DistinctRequests
 
 MIN_CONVERSATIONS = 20  # fewer are too few to hold any out
 
@@ -30,7 +30,7 @@ _NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """What the user asked for about the rows.
+    """The user's options on how rows are read and held out.
 
     Attributes:
         clean: Unusable rows to leave out (``invalid``), and kinds of secrets to replace.
@@ -84,30 +84,23 @@ def add_tools(
 
 @dataclass(slots=True)
 class RowSurvey:
-    """What is counted of the rows besides the report of the check.
+    """Counts of the rows that the report of the check does not have.
 
     Attributes:
-        requests: Distinct requests of rows with tools, as hashes.
-        no_call_requests: Those of rows that need no call.
+        requests: Different requests of rows with tools.
         tools: The first tool of each name.
         variants: Names of tools that rows also declare in another way.
         most_offered: Largest number of tools that a row offers.
     """
 
-    requests: set[int] = field(default_factory=set)
-    no_call_requests: set[int] = field(default_factory=set)
+    requests: DistinctRequests = field(default_factory=DistinctRequests)
     tools: dict[str, Tool] = field(default_factory=dict)
     variants: set[str] = field(default_factory=set)
     most_offered: int = 0
 
     def add(self, conversation: Conversation) -> None:
-        """Count a row."""
-        if not conversation.tools:
-            return
-        request = hash(read_questions(conversation.messages))
-        self.requests.add(request)
-        if not any(message.calls for message in conversation.messages):
-            self.no_call_requests.add(request)
+        """Add the request and the tools of a row."""
+        self.requests.add(conversation)
         self.most_offered = max(self.most_offered, len(conversation.tools))
         for tool in conversation.tools:
             known = self.tools.setdefault(tool.name, tool)
@@ -188,7 +181,7 @@ def describe_findings(report: Report, survey: RowSurvey, options: RowOptions) ->
     if report.secrets.kinds and not {*options.clean} & {*REDACT_KINDS}:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in report.secrets.kinds.items())
         lines.append(f"secrets in the rows: {kinds}; --clean replaces them by placeholders")
-    num_no_calls, num_requests = report.classes.get("no_call", 0), len(survey.no_call_requests)
+    num_no_calls, num_requests = report.classes.get("no_call", 0), len(survey.requests.no_call)
     if options.cases is None and num_no_calls > 1 and 2 * num_requests <= num_no_calls:
         lines.append(
             f"{num_no_calls:,} rows need no call, but have only {format_count(num_requests, 'different request')}; no "

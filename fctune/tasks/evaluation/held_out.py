@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, starmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -218,6 +218,33 @@ def _parse_rows(source: _Source, held_out: frozenset[str]) -> Iterator[ParsedRow
 def read_questions(messages: Iterable[Message]) -> tuple[str, ...]:
     """Return what the user says in each turn, white space aside."""
     return tuple(" ".join(m.content.split()) for m in messages if m.role == "user" and m.content)
+
+
+@dataclass(slots=True)
+class DistinctRequests:
+    """The different requests of rows with tools, as hashes; a repeated one teaches no more than one.
+
+    Attributes:
+        found: All of them.
+        no_call: Those of rows that need no call.
+    """
+
+    found: set[int] = field(default_factory=set)
+    no_call: set[int] = field(default_factory=set)
+
+    def add(self, conversation: Conversation) -> None:
+        """Add the request of a row; one without tools is left out."""
+        if not conversation.tools:
+            return
+        request = hash(read_questions(conversation.messages))
+        self.found.add(request)
+        if not any(message.calls for message in conversation.messages):
+            self.no_call.add(request)
+
+    @property
+    def no_call_share(self) -> float:
+        """Share of the requests that need no call; 0 without requests."""
+        return len(self.no_call) / len(self.found) if self.found else 0.0
 
 
 _MAX_WRITTEN = 600  # as many as a thorough gate asks

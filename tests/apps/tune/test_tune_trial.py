@@ -48,7 +48,7 @@ def test_the_survey_counts_requests_once_and_keeps_the_first_tool_of_a_name() ->
         tools = (Tool({"name": "t", "description": about}), Tool({"name": "other"}))
         survey.add(Conversation((Message("user", text), answer), tools))
     survey.add(Conversation((Message("user", "c"), Message("assistant", "No.")), ()))
-    assert (len(survey.requests), len(survey.no_call_requests), survey.most_offered) == (2, 1, 2)
+    assert (len(survey.requests.found), len(survey.requests.no_call), survey.most_offered) == (2, 1, 2)
     assert survey.variants == {"t"}
     assert [tool.function.get("description") for tool in survey.tools.values()] == ["x", None]
 
