@@ -131,7 +131,7 @@ class ListedValues:
     Attributes:
         values: Different valid values.
         usage: What it took.
-        is_final: They are worth keeping: the server answered.
+        is_final: They are worth keeping: there are some, or asking again would give none either.
     """
 
     values: list[Any] = field(default_factory=list)
@@ -141,7 +141,7 @@ class ListedValues:
 
 def list_values(teacher: Asker, seed: int, tool: Tool, parameter: str) -> ListedValues:
     """Return values that the teacher lists for a parameter, asked again if it lists hardly any."""
-    listed = ListedValues()
+    listed, failures = ListedValues(), set[str]()
     for attempt in range(_LISTINGS):
         messages, schema = ask_for_values(tool, parameter, attempt)
         try:
@@ -150,11 +150,12 @@ def list_values(teacher: Asker, seed: int, tool: Tool, parameter: str) -> Listed
         except UnusableText:
             continue
         except Dropped as error:
-            listed.is_final = error.kind not in SERVER_FAILURES | {"budget"}
+            failures.add(error.kind)
             continue
         listed.values += [value for value in found if value not in listed.values]
         if len(listed.values) >= _FEW_VALUES:
             break
+    listed.is_final = bool(listed.values) or failures.isdisjoint(SERVER_FAILURES | {"budget"})
     return listed
 
 
@@ -210,7 +211,7 @@ class _Dialogue:
             if (call := drafter.draw_call(self._plan, tool)) is None:
                 continue
             self._check([call])
-            draft = drafter.draft_dependent(self._plan, call, self._find_result(call))
+            draft = drafter.draft_dependent(self._plan, call, self._find_result(tool, call))
             if draft is not None:
                 return draft
         raise Dropped("wrong_kind", "no tool on offer requires what another returns")
@@ -220,19 +221,18 @@ class _Dialogue:
         if len(draft.text.split()) < _MIN_REWORDED_WORDS:
             return draft.to_turn()
         messages, schema = ask_for_rewording(self._plan, draft.text, draft.stated)
+        text = ""
         try:
             text = read_rewording(self._ask(messages, schema))
         except UnusableText:
-            return draft.to_turn()
+            pass
         except Dropped as error:
             if error.kind not in ("cut", "refused"):
                 raise
-            return draft.to_turn()
         return draft.to_turn(text if draft.is_reworded_by(text, self._plan.tools, self._writer.votes > 0) else None)
 
-    def _find_result(self, call: Call) -> str:
+    def _find_result(self, tool: Tool, call: Call) -> str:
         """Return the result of a call before it is made in the row, where it is the same."""
-        [tool] = [tool for tool in self._plan.tools if tool.name == call.name]
         self._add(Message("user", describe_ability(tool).topic))
         self._add(Message("assistant", None, (replace(call, id="call_1"),)))
         [result] = self._find_results([replace(call, id="call_1")])

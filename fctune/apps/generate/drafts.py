@@ -18,32 +18,15 @@ from fctune.apps.generate.plan import RowPlan
 from fctune.apps.generate.prompts import Turn
 from fctune.apps.generate.values import draw_arguments, draw_value, is_valid
 from fctune.data.augment.spoken import list_properties, list_required, say_name, say_value, split_words
-from fctune.data.augment.wordings import describe_ability, word_reply
+from fctune.data.augment.wordings import MAX_WORDS, describe_ability, first_sentence, lower_first, word_reply
 from fctune.data.conversation import Call, Tool
 
 _ISO_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _UNITS = {
-    "m": "m",
-    "cm": "cm",
-    "mm": "mm",
-    "km": "km",
-    "kg": "kg",
-    "g": "g",
-    "t": "t",
-    "l": "l",
-    "s": "s",
-    "min": "min",
-}
-_UNITS |= {
-    "h": "h",
-    "hours": "hours",
-    "minutes": "minutes",
-    "days": "days",
-    "litres": "litres",
-    "eur": "EUR",
-    "usd": "USD",
+    "m": "m", "cm": "cm", "mm": "mm", "km": "km", "kg": "kg", "g": "g", "t": "t", "l": "l", "s": "s", "min": "min",
+    "h": "h", "hours": "hours", "minutes": "minutes", "days": "days", "litres": "litres", "eur": "EUR", "usd": "USD",
     "percent": "%",
-}
+}  # fmt: skip
 # {do} is a phrase such as "get the weather of a city", {values} an enumeration such as "city Paris, days 3".
 _SENTENCES = (
     "{Do}: {values}.",
@@ -109,7 +92,6 @@ _MIN_KEPT_WORDS = 0.6
 _MAX_NEW_WORDS = 6
 _STEM = 5
 _MAX_DRAWS = 8
-_MAX_WORDS = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +211,13 @@ class Drafter:
         """
         rng = _make_rng(plan, "dependent")
         found = dict(_iter_scalars(result))
-        given = {name for name, value in first.arguments.items()}
         fitting = [
             (tool, name)
             for tool in plan.tools
             if tool.name != first.name
             for name, schema in list_properties(tool).items()
             if name in found
-            and name not in given
+            and name not in first.arguments
             and name not in _VAGUE
             and is_valid(found[name], schema)
             and name in list_required(tool)
@@ -286,7 +267,7 @@ class Drafter:
         schema, known = list_properties(tool)[name], self._values.get((tool.name, name))
         for _ in range(_MAX_DRAWS):
             other = rng.choice(known) if known else draw_value(schema, rng)
-            if other is not None and other != value and is_valid(other, schema):
+            if other is not None and other != value:
                 return other
         return None
 
@@ -313,7 +294,7 @@ def list_unknown(tools: Sequence[Tool]) -> list[tuple[Tool, str]]:
         (tool, name)
         for tool in tools
         for name, schema in list_properties(tool).items()
-        if name in list_required(tool) and draw_value(schema, rng) is None
+        if name in list_required(tool) and all(draw_value(schema, rng) is None for _ in range(_MAX_DRAWS))
     ]
 
 
@@ -330,7 +311,7 @@ def _say(tool: Tool, call: Call, rng: random.Random) -> _Said:
     ability = describe_ability(tool)
     templates = _TOPICS if ability.do is None else _SENTENCES if parts else _WITHOUT_VALUES
     do, topic = ability.do or ability.topic, ability.topic
-    described = _first_sentence(tool.function)
+    described = _describe(tool.function)
     if parts and described and not _says_what_it_does(described, do) and rng.random() < _SHARE_OF_DESCRIPTIONS:
         templates, topic = _TOPICS, described
     sentence = rng.choice(templates).format(
@@ -343,12 +324,12 @@ def _say(tool: Tool, call: Call, rng: random.Random) -> _Said:
 def _say_argument(tool: Tool, name: str, value: Any, rng: random.Random, is_bare: bool) -> _SaidArgument:
     words = say_name(name)
     if isinstance(value, bool):
-        described = _first_sentence(list_properties(tool)[name])
+        described = _describe(list_properties(tool)[name])
         if value and described and rng.random() < _SHARE_OF_DESCRIPTIONS:
             return _SaidArgument(described, (described,))
         return _SaidArgument(words if value else f"without {words}", (words,))
     if isinstance(value, (dict, list)):
-        said = json.dumps(value, ensure_ascii=False)
+        said = _say_value(value, {}, rng)
         return _SaidArgument(f"{words}: {said}", tuple(say_value(leaf) for _, leaf in _iter_leaves(value)))
     said = _say_value(value, list_properties(tool).get(name, {}), rng)
     parts = words.split()
@@ -362,11 +343,11 @@ def _say_argument(tool: Tool, name: str, value: Any, rng: random.Random, is_bare
     return _SaidArgument(rng.choice(forms).format(name=words, value=said), (said,))
 
 
-def _first_sentence(described: Mapping[str, Any]) -> str:
-    """Return the first sentence of a description of a few words, without its full stop; empty if there is none."""
+def _describe(described: Mapping[str, Any]) -> str:
+    """Return the first sentence of a description, to be used in another; empty if there is none, or it is too long."""
     text = described.get("description")
-    first = re.split(r"[.;!?:](?:\s|$)|\n", text.strip(), maxsplit=1)[0] if isinstance(text, str) else ""
-    return first[:1].lower() + first[1:] if len(first.split()) <= _MAX_WORDS else ""
+    first = lower_first(first_sentence(text.strip())) if isinstance(text, str) else ""
+    return first if len(first.split()) <= MAX_WORDS else ""
 
 
 def _says_what_it_does(described: str, do: str) -> bool:
@@ -380,10 +361,16 @@ def _say_value(value: Any, schema: Mapping[str, Any], rng: random.Random) -> str
     if isinstance(value, (dict, list)):
         return json.dumps(value, ensure_ascii=False)
     text = say_value(value)
-    if _ISO_DATE.fullmatch(text) and rng.random() < _SHARE_OF_SPOKEN_DATES:
-        day = datetime.date.fromisoformat(text)
+    if (day := _read_date(text)) is not None and rng.random() < _SHARE_OF_SPOKEN_DATES:
         return f"{day.day} {day:%B} {day.year}" if rng.random() < 0.6 else f"{day:%B} {day.day}, {day.year}"
     return " ".join(split_words(text)) if "enum" in schema and "_" in text else text
+
+
+def _read_date(text: str) -> datetime.date | None:
+    try:
+        return datetime.date.fromisoformat(text) if _ISO_DATE.fullmatch(text) else None
+    except ValueError:  # the 31st of February
+        return None
 
 
 def _name_kind(schema: Mapping[str, Any], value: Any) -> str | None:

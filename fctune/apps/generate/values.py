@@ -32,13 +32,19 @@ def draw_arguments(tool: Tool, rng: random.Random) -> dict[str, Any]:
     for name, schema in (properties if isinstance(properties, dict) else {}).items():
         is_wanted = name in required or rng.random() < _OPTIONAL_SHARE
         value = draw_value(schema, rng) if isinstance(schema, dict) else None
-        if is_wanted and value is not None and is_valid(value, schema):
+        if is_wanted and value is not None:
             drawn[name] = value
     return drawn
 
 
 def draw_value(schema: dict[str, Any], rng: random.Random) -> Any:
-    """Return a value of a schema; None if it has none that can be drawn."""
+    """Return a valid value of a schema; None if it has none that can be drawn, or this draw is not valid."""
+    value = _draw(schema, rng)
+    return value if value is not None and is_valid(value, schema) else None
+
+
+def _draw(schema: dict[str, Any], rng: random.Random) -> Any:
+    """Return a value of a schema's kind, valid or not; None if the kind has none to draw."""
     if isinstance(values := schema.get("enum"), list) and values:
         return rng.choice(values)
     kind, text = schema.get("type"), str(schema.get("description", ""))

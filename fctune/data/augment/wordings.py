@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 from fctune.data.augment.spoken import join_words, list_properties, say_name, say_value, split_words
 from fctune.data.conversation import Conversation, Tool
 
-_MAX_WORDS = 14
+MAX_WORDS = 14
+"""Words of a description's sentence that fit into another one."""
 
 # The verbs that tools' descriptions and names begin with.
 _VERB_TEXT = """
@@ -66,7 +67,7 @@ def describe_ability(tool: Tool) -> Ability:
     """Return what a tool does, from its description, or else from its name."""
     description = tool.function.get("description")
     text = " ".join(description.split()) if isinstance(description, str) else ""
-    phrase = _shorten(_lower_first(_PREFIX.sub("", _SENTENCE_END.split(text, maxsplit=1)[0], count=1).strip()))
+    phrase = _shorten(lower_first(_PREFIX.sub("", first_sentence(text), count=1).strip()))
     do = _to_infinitive(phrase)
     name = split_words(tool.name)
     if do is None and len(name) > 1 and _find_verb(name[0]) is not None:
@@ -76,10 +77,10 @@ def describe_ability(tool: Tool) -> Ability:
 
 
 def _shorten(phrase: str) -> str:
-    if len(phrase.split()) <= _MAX_WORDS:
+    if len(phrase.split()) <= MAX_WORDS:
         return phrase
     shorter = _CLAUSE.sub("", phrase)
-    return shorter if 3 <= len(shorter.split()) <= _MAX_WORDS else ""
+    return shorter if 3 <= len(shorter.split()) <= MAX_WORDS else ""
 
 
 def _to_infinitive(phrase: str) -> str | None:
@@ -96,7 +97,13 @@ def _find_verb(word: str) -> str | None:
     return None
 
 
-def _lower_first(text: str) -> str:
+def first_sentence(text: str) -> str:
+    """Return what a description says before its first stop, bracket or list of examples."""
+    return _SENTENCE_END.split(text, maxsplit=1)[0].strip()
+
+
+def lower_first(text: str) -> str:
+    """Return a text with a small first letter, unless it begins with an abbreviation."""
     return text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text
 
 
@@ -293,11 +300,11 @@ class TemplateWriter:
     def ask(self, request: Conversation, tool: Tool, parameter: str, rng: random.Random) -> str:
         """Return a question that names the parameter, or says what its description does."""
         description = list_properties(tool).get(parameter, {}).get("description")
-        what = _SENTENCE_END.split(description, maxsplit=1)[0].strip() if isinstance(description, str) else ""
+        what = first_sentence(description) if isinstance(description, str) else ""
         do = describe_ability(tool).do
-        is_phrase = what.lower().startswith(("the ", "a ", "an ", "your ")) and len(what.split()) <= _MAX_WORDS
+        is_phrase = what.lower().startswith(("the ", "a ", "an ", "your ")) and len(what.split()) <= MAX_WORDS
         if is_phrase and rng.random() < 0.3:
-            return rng.choice(_QUESTIONS_BY_DESCRIPTION).format(what=_lower_first(what))
+            return rng.choice(_QUESTIONS_BY_DESCRIPTION).format(what=lower_first(what))
         templates = _QUESTIONS_WITH_ABILITY if do is not None and rng.random() < 0.3 else _QUESTIONS
         return rng.choice(templates).format(param=say_name(parameter), do=do)
 

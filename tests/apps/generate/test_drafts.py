@@ -57,6 +57,18 @@ def is_said(value: Any, text: str) -> bool:
     return isinstance(value, bool) or any(one in text for one in spellings(value))
 
 
+def always_says(asked: str, text: str) -> Teacher:
+    """Return a teacher that answers all prompts of one kind with a text, and the others well."""
+
+    def misbehave(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if kind == asked:
+            teacher.say(handler, text)
+        return kind == asked
+
+    teacher = Teacher(misbehave)
+    return teacher
+
+
 def draft(planner: Planner, index: int, kind: str) -> list[Draft]:
     plan, drafter = planner.plan(index, kind), Drafter(VALUES)
     if kind == "dependent_calls":
@@ -138,6 +150,23 @@ def test_a_dependent_call_takes_a_value_that_the_message_does_not_say() -> None:
         assert all(is_said(value, one.text) for name, value in second.arguments.items() if name not in taken)
 
 
+def test_values_that_look_like_dates_and_are_none_are_said_as_they_are() -> None:
+    day = {"type": "object", "properties": {"day": {"type": "string"}}, "required": ["day"]}
+    tool = Tool({"name": "get_gps_log", "description": "GPS positions of a day.", "parameters": day})
+    drafter, planner = Drafter({("get_gps_log", "day"): ["2027-02-31"]}), Planner([tool], None, seed=0)
+    plans = [planner.plan(index, "one_call") for index in range(40)]
+    texts = [one.text for plan in plans for one in drafter.draft(plan, drafter.complete(plan) or ())]
+    assert all("2027-02-31" in text for text in texts)
+    assert any("GPS positions of a day" in text for text in texts)
+    assert not any("gPS" in text for text in texts)
+
+
+def test_values_are_listed_for_schemas_whose_draws_are_never_valid() -> None:
+    code = {"type": "string", "description": "Such as AB-12", "pattern": "^AB-0{2}$"}
+    tool = Tool({"name": "f", "parameters": {"type": "object", "properties": {"code": code}, "required": ["code"]}})
+    assert list_unknown([tool]) == [(tool, "code")]
+
+
 def test_only_values_that_schemas_do_not_give_are_asked_for() -> None:
     assert {name for _, name in list_unknown(HARBOUR)} == {"length_m", "boat", "litres"}
     plan = Planner(HARBOUR, None, seed=0).plan(1, "one_call")
@@ -167,12 +196,7 @@ def test_a_rewording_is_used_if_it_says_the_same(text: str, is_checked: bool, is
 def test_rows_of_drafts_need_no_answers_of_a_weak_teacher(tools: Path, tmp_path: Path) -> None:
     """The teacher of this test never calls anything."""
 
-    def call_nothing(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
-        if kind == "answer":
-            teacher.say(handler, "As you wish.")
-        return kind == "answer"
-
-    teacher, out = Teacher(call_nothing), tmp_path / "rows.jsonl"
+    teacher, out = always_says("answer", "As you wish."), tmp_path / "rows.jsonl"
     with serve_teacher(teacher) as log:
         assert generate(log.url, tools, out, "--requests", "drafted", "--votes", "0", num=100) == 0
     rows = read_rows(out)
@@ -202,12 +226,7 @@ def test_rows_of_drafts_need_no_answers_of_a_weak_teacher(tools: Path, tmp_path:
 
 
 def test_votes_guard_drafts_as_well(tools: Path, tmp_path: Path) -> None:
-    def call_nothing(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
-        if kind == "answer":
-            teacher.say(handler, "As you wish.")
-        return kind == "answer"
-
-    teacher, out = Teacher(call_nothing), tmp_path / "rows.jsonl"
+    teacher, out = always_says("answer", "As you wish."), tmp_path / "rows.jsonl"
     with serve_teacher(teacher) as log:
         kinds = ["--kinds", "one_call=50%,no_tool=50%"]
         assert generate(log.url, tools, out, "--requests", "drafted", "--votes", "1", *kinds, num=8) == 1
@@ -218,12 +237,8 @@ def test_votes_guard_drafts_as_well(tools: Path, tmp_path: Path) -> None:
 
 
 def test_a_teacher_that_loses_values_rewords_nothing(tools: Path, tmp_path: Path) -> None:
-    def lose(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
-        if kind == "reword":
-            teacher.say(handler, json.dumps({"message": "Do what I want, please, and quickly."}))
-        return kind == "reword"
-
-    teacher, out = Teacher(lose), tmp_path / "rows.jsonl"
+    said = json.dumps({"message": "Do what I want, please, and quickly."})
+    teacher, out = always_says("reword", said), tmp_path / "rows.jsonl"
     with serve_teacher(teacher) as log:
         options = ["--requests", "drafted", "--votes", "0", "--kinds", "one_call=100%"]
         assert generate(log.url, tools, out, *options, num=20) == 0
@@ -249,12 +264,7 @@ def test_values_are_listed_once_though_a_run_is_resumed(tools: Path, tmp_path: P
 
 
 def test_rows_whose_values_nobody_knows_are_counted(tools: Path, tmp_path: Path) -> None:
-    def mumble(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
-        if kind == "list":
-            teacher.say(handler, "I would rather talk about amber.")
-        return kind == "list"
-
-    teacher, out = Teacher(mumble), tmp_path / "rows.jsonl"
+    teacher, out = always_says("list", "I would rather talk about amber."), tmp_path / "rows.jsonl"
     with serve_teacher(teacher) as log:
         options = ["--requests", "drafted", "--votes", "0", "--kinds", "one_call=50%,small_talk=50%"]
         assert generate(log.url, tools, out, *options, num=8) == 1
