@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What in the training rows explains a fall, and what treats it.
+    """A property of the training rows that explains a fall, and the settings that treat it.
 
     Attributes:
         finding: The explanation, with its numbers.

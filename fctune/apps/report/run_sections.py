@@ -67,7 +67,7 @@ _COUNTS = {
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """What a gate said of a run.
+    """The report of a run's gate, and where its page is.
 
     Attributes:
         report: Content of its ``gate.json``.

@@ -45,7 +45,7 @@ _NOT_TAKEN = ("success", "telemetry", "eval", "price_per_gpu_hour", "currency")
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What the check of the rows found that the config depends on."""
+    """Counts from the check of the rows that the config depends on."""
 
     conversations: int
     tokens: int
@@ -58,7 +58,7 @@ class RowFacts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedFacts:
-    """What the split counted in the prepared set: of augmented rows, and without those that are held out."""
+    """Counts of the prepared set, which has augmented rows and none that are held out."""
 
     packs: int
     tokens: int
