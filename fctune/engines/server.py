@@ -100,6 +100,7 @@ class ServerEngine:
         self.vocab_size: int | None = None
         self._root = self.url.removesuffix("/v1")
         self._server_name = "the server"
+        self._outage = ""
         self.model = self._find_model(model)
 
     def describe(self) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class ServerEngine:
         pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="endpoint")
         self._client.start()
         num_answered = num_failed_in_a_row = 0
-        cancel_reason = ""
+        cancel_reason = self._outage = ""
         try:
             indices = {pool.submit(self._request_answer, index, prompt): index for index, prompt in enumerate(prompts)}
             for done in as_completed(indices):
@@ -143,11 +144,24 @@ class ServerEngine:
                 num_failed_in_a_row = num_failed_in_a_row + 1 if is_server_gone or not num_answered else 0
                 yield answer
                 if num_failed_in_a_row >= self._give_up_after and not cancel_reason:
-                    cancel_reason = f"not sent: {num_failed_in_a_row} requests in a row failed ({answer.error})"
+                    self._outage = f"{num_failed_in_a_row} requests in a row failed ({answer.error})"
+                    cancel_reason = f"not sent: {self._outage}"
                     self._cancel(indices)
         finally:
             self._client.stop()
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def find_outage(self) -> str:
+        """Return why answers are missing if the server failed as a whole, and not on single prompts; empty if not.
+
+        That is so if the last ``answer`` gave up on it, or if it cannot be reached now.
+        """
+        if not self._outage:
+            try:
+                self._client.get("/models")
+            except RequestError as error:
+                return str(error) if error.status is None else ""
+        return self._outage
 
     def request(self, prompt: Prompt) -> Answer:
         """Return the answer to one prompt; any number of threads may call it at once, until ``stop``.

@@ -12,7 +12,7 @@ from fctune import __version__
 from fctune.apps.gate.cases import SUITE as HELD_OUT
 from fctune.apps.gate.history import TrainingHistory, find_history
 from fctune.apps.gate.lines import JudgedLine, Line, judge_lines
-from fctune.apps.gate.models import GateModel, is_on_disk, open_models
+from fctune.apps.gate.models import GateModel, ServerGoneError, is_on_disk, open_models
 from fctune.apps.gate.outcomes import make_lines
 from fctune.apps.gate.page import Answers, write_gate_html
 from fctune.apps.gate.plan import Plan, make_plan
@@ -64,7 +64,8 @@ def run_gate(
         log: Called with lines on the progress.
 
     Raises:
-        ConfigError: A model is missing, the chat templates differ, or ``out`` has answers with other settings.
+        ConfigError: A model is missing, the chat templates differ, ``out`` has answers with other settings, or a server
+            stops answering.
         DataError: The cases cannot be read, none is left, or the result was trained on some of them.
     """
     config = config or GateConfig()
@@ -110,7 +111,7 @@ def _ask(
         for sample, suite in list(plan.samples):
             try:
                 asked[suite.name] = model.ask(suite, config, folder, is_fresh, log)
-            except ResultsError:  # of the folder, not of the model
+            except (ResultsError, ServerGoneError):  # no reason to leave a benchmark out
                 raise
             except (ConfigError, DataError) as error:
                 plan.samples.remove((sample, suite))

@@ -19,12 +19,17 @@ from fctune.data.template_args import read_template_args
 from fctune.engines.engine import Engine, Sampling
 from fctune.engines.model_files import ModelFiles, is_server
 from fctune.engines.opening import find_files, open_engine
+from fctune.engines.server import ServerEngine
 from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.judge import Row
 from fctune.tasks.suite import Suite
 
 _CONCURRENCY = 16
 _HEARTBEAT_S = 30.0
+
+
+class ServerGoneError(ConfigError):
+    """A server stopped answering in the middle of a gate."""
 
 
 @dataclass
@@ -88,6 +93,7 @@ class GateModel:
         Raises:
             ConfigError: The folder holds answers with other settings, or the server refuses every request.
             DataError: No case can be asked.
+            ServerGoneError: The server failed as a whole, so that missing answers say nothing about the model.
         """
         from fctune.tasks.evaluation.run import run_suite  # imports torch
 
@@ -108,6 +114,13 @@ class GateModel:
                 on_row=heartbeat.count,
             )
         assert rows is not None
+        num_failed = sum(row.get("error") is not None for row in rows)
+        if num_failed and isinstance(engine, ServerEngine) and (outage := engine.find_outage()):
+            raise ServerGoneError(
+                f"{self.model}: the server of the {'base' if self.side == 'base' else 'result'} is gone: {outage}. "
+                f"{num_failed:,} of {format_count(len(rows), 'case')} of {suite.name} have no answer, so nothing is "
+                "judged. Start it again; the same command asks what is missing."
+            )
         return {row["id"]: row for row in rows}
 
 

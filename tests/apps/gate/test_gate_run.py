@@ -25,7 +25,7 @@ from fctune.data.synthetic import iter_conversations
 from fctune.runs.release import mark_not_released, read_mark, remove_mark
 from fctune.tasks.task import Case
 from tests.apps.gate.rule_server import Calls, serve_rule, write_cases
-from tests.engines.fault_server import Handler, serve
+from tests.engines.fault_server import Behave, Handler, serve
 from tests.tasks.benchmarks.when2call.when2call_rows import ROWS, write_rows
 
 QUIET: dict[str, Any] = {"log": lambda line: None}
@@ -187,6 +187,32 @@ def test_cases_that_the_base_does_not_answer_hide_no_fall(
         report = run_gate(base.url, tuned.url, tmp_path / "b", cases=cases, config=config, **QUIET)
     lines = {line.line.name: line.comparison for line in report.lines}
     assert lines["abandoned"].turned_wrong, "to clients of the result, no answer is a wrong one"
+
+
+def refuse(handler: Handler, number: int, body: dict[str, Any]) -> None:
+    handler.send(400, "{}")
+
+
+def die(handler: Handler, number: int, body: dict[str, Any]) -> None:
+    """Answer 20 requests; then refuse the rest, and listen no longer."""
+    if number >= 20:
+        handler.server.server_close()
+        handler.send(400, "{}", {"Connection": "close"})
+    else:
+        handler.say("No tool does that.")
+    handler.close_connection = True
+
+
+@pytest.mark.parametrize("behave", [refuse, die])
+def test_a_server_that_fails_as_a_whole_is_no_model_that_got_worse(
+    behave: Behave, cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    config, out = GateConfig(benchmarks=[]), tmp_path / "out"
+    with serve_rule(expected) as base, serve(behave) as tuned:
+        with pytest.raises(ConfigError, match="the server of the result is gone: ") as error:
+            run_gate(base.url, tuned.url, out, cases=cases, config=config, **QUIET)
+        assert "cases of held_out have no answer, so nothing is judged" in str(error.value)
+        assert not (out / "gate.json").exists()
 
 
 def test_a_held_out_set_in_the_training_rows_is_refused_by_name(
