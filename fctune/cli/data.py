@@ -16,6 +16,7 @@ from fctune.cli.data_rows import (
     add_kinds_argument,
     add_row_commands,
     add_selection_arguments,
+    add_tools_argument,
     list_sources,
     read_augment,
     read_columns,
@@ -49,6 +50,7 @@ def _add_check(data: Any) -> None:
     check.add_argument("paths", nargs="+", metavar="PATH", help="file, directory, hf:NAME[:CONFIG][:SPLIT][@REVISION]")
     add_format_argument(check)
     add_selection_arguments(check)
+    add_tools_argument(check)
     check.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows of each source")
     check.add_argument("--tokenizer", metavar="DIR", help="model directory; count tokens and supervised tokens")
     _add_template_arguments(check)
@@ -84,6 +86,7 @@ def _add_show(data: Any) -> None:
     show.add_argument("--tokenizer", metavar="DIR", help="model directory; without it, the conversation is printed")
     _add_template_arguments(show)
     add_format_argument(show)
+    add_tools_argument(show)
     add_kinds_argument(show, "--augment")
     _add_supervision_arguments(show)
     show.set_defaults(run=_show_row)
@@ -150,11 +153,12 @@ def _read_supervision(arguments: argparse.Namespace) -> Any:
 def _check_data(arguments: argparse.Namespace) -> int:
     from fctune.data.chat_template import ChatTemplate
     from fctune.data.check import Encode, check_sources
+    from fctune.data.sources.tool_file import read_tool_files
 
     if arguments.seq_len is not None and arguments.tokenizer is None:
         raise ConfigError("--seq-len: needs --tokenizer, which tokens are counted with.")
     chosen = _read_template(arguments)
-    columns = read_columns(arguments)
+    columns, tools = read_columns(arguments), read_tool_files(arguments.tools)
     encode: Encode | None = None
     supervised: set[int] = set()
     template: ChatTemplate | None = None
@@ -191,6 +195,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
             fold=arguments.fold,
             selection=read_selection(arguments),
             secrets=arguments.secrets,
+            tools=tools,
         )
     console.print(report.render_text())
     if template is not None:
@@ -215,10 +220,13 @@ def _show_row(arguments: argparse.Namespace) -> int:
     chosen = _read_template(arguments)
     columns, augment = read_columns(arguments), read_augment(arguments)
     from fctune.data.show import show_conversation, show_row
+    from fctune.data.sources.tool_file import read_tool_files
+
+    tools = read_tool_files(arguments.tools)
 
     console = Terminal(soft_wrap=True, highlight=False)
     if arguments.tokenizer is None:
-        renderables = show_conversation(arguments.path, arguments.row, arguments.format, columns, augment)
+        renderables = show_conversation(arguments.path, arguments.row, arguments.format, columns, augment, tools)
     else:
         from fctune.models.hub import resolve_model_dir
 
@@ -233,6 +241,7 @@ def _show_row(arguments: argparse.Namespace) -> int:
             has_colour=console.color_system is not None and not console.no_color,
             columns=columns,
             augment=augment,
+            tools=tools,
         )
     for renderable in renderables:
         console.print(renderable)

@@ -199,14 +199,7 @@ def _add_convert(data: Any) -> None:
     add_format_argument(convert)
     add_selection_arguments(convert)
     convert.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows")
-    convert.add_argument(
-        "--tools",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="tools of the rows that have none, in any form that rows may have; several files may be pages of one list",
-    )
+    add_tools_argument(convert)
     convert.add_argument(
         "--drop",
         type=_to_kinds,
@@ -241,6 +234,19 @@ def _add_augment(data: Any) -> None:
     augment.add_argument("--force", action="store_true", help="replace OUT if it exists")
     augment.add_argument("--json", type=Path, metavar="FILE", help="write the counts of each kind as JSON")
     augment.set_defaults(run=_augment_data)
+
+
+def add_tools_argument(command: argparse.ArgumentParser) -> None:
+    """Add ``--tools``."""
+    command.add_argument(
+        "--tools",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="tools of the rows that have none, as logs of agents do, in any form that rows may have; several files "
+        "may be pages of one list",
+    )
 
 
 def add_kinds_argument(command: argparse.ArgumentParser, option: str, is_required: bool = False) -> None:

@@ -20,6 +20,7 @@ from fctune.base.terminal import Terminal, escape_controls
 from fctune.cli.data_rows import (
     add_format_argument,
     add_selection_arguments,
+    add_tools_argument,
     list_sources,
     read_columns,
     repeat_reading_options,
@@ -93,14 +94,7 @@ def add_commands(commands: Any) -> None:
         help=f"leave out unusable rows (invalid), and replace by placeholders: {', '.join(REDACT_KINDS)}; without a "
         "kind: invalid,secrets; default: unusable rows are an error, secrets a warning",
     )
-    tune.add_argument(
-        "--tools",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="tools of the rows that name none, as logs of agents do, in any form that rows may have",
-    )
+    add_tools_argument(tune)
     tune.add_argument(
         "--cases", metavar="FILE", help="held-out cases or rows to judge with; default: some rows are held out"
     )

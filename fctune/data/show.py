@@ -15,7 +15,7 @@ from fctune.config.sections.data import AugmentConfig
 from fctune.data.augment.augmented_file import open_augmenter
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
-from fctune.data.conversation import Conversation, Message
+from fctune.data.conversation import Conversation, Message, Tool
 from fctune.data.sources import Defect, ParsedRow, has_reasoning_rows, parse_source
 from fctune.data.sources.columns import Columns
 from fctune.data.supervision import SupervisionConfig
@@ -34,6 +34,7 @@ def show_row(
     has_colour: bool = True,
     columns: Columns | None = None,
     augment: AugmentConfig | None = None,
+    tools: tuple[Tool, ...] = (),
 ) -> Iterator[Text]:
     """Yield the row's source and token counts, then its text with supervised tokens in green or in brackets.
 
@@ -48,24 +49,30 @@ def show_row(
         has_colour: The output shows colours; without, brackets surround each run of supervised tokens.
         columns: The format's name for each column of another name, or ``ignore``.
         augment: Show all forms that this augmentation makes of the row; None shows the row.
+        tools: Tools of a row that has none.
 
     Raises:
         DataError: The row does not exist, has a defect, or is rejected by the template.
     """
-    parsed = _read_row(path, row, row_format, columns)
+    parsed = _read_row(path, row, row_format, columns, tools)
     template = ChatTemplate(model_dir, supervision, template_args, chat_template)
     template.resolve_thinking(lambda: has_reasoning_rows([(path, row_format)], columns=columns))
-    for conversation, label in _iter_forms(parsed, path, row_format, columns, augment):
+    for conversation, label in _iter_forms(parsed, path, row_format, columns, augment, tools):
         yield from [label] if label is not None else []
         yield from _render(conversation, template, has_colour) if conversation is not None else []
 
 
 def show_conversation(
-    path: str, row: int, row_format: str = "auto", columns: Columns | None = None, augment: AugmentConfig | None = None
+    path: str,
+    row: int,
+    row_format: str = "auto",
+    columns: Columns | None = None,
+    augment: AugmentConfig | None = None,
+    tools: tuple[Tool, ...] = (),
 ) -> Iterator[Text]:
     """Yield the row's source, its tools and its messages; arguments as for ``show_row``."""
-    parsed = _read_row(path, row, row_format, columns)
-    for conversation, label in _iter_forms(parsed, path, row_format, columns, augment):
+    parsed = _read_row(path, row, row_format, columns, tools)
+    for conversation, label in _iter_forms(parsed, path, row_format, columns, augment, tools):
         yield from [label] if label is not None else []
         if conversation is None:
             continue
@@ -88,7 +95,12 @@ def _show_message(message: Message) -> Text:
 
 
 def _iter_forms(
-    parsed: ParsedRow, path: str, row_format: str, columns: Columns | None, augment: AugmentConfig | None
+    parsed: ParsedRow,
+    path: str,
+    row_format: str,
+    columns: Columns | None,
+    augment: AugmentConfig | None,
+    tools: tuple[Tool, ...],
 ) -> Iterator[tuple[Conversation | None, Text | None]]:
     """Yield the row, or what augmentation makes of it, each with a line on how it was made; then why not more."""
     mark = parsed.mark
@@ -96,7 +108,7 @@ def _iter_forms(
         made = None if mark is None else f"{', '.join(mark['kinds'])} of {mark.get('from', 'another row')}"
         yield parsed.conversation, None if made is None else Text(f"augmented: {made}", style="yellow")
         return
-    augmenter = open_augmenter(path, augment, row_format, columns)
+    augmenter = open_augmenter(path, augment, row_format, columns, tools=tools)
     for form in augmenter.expand(parsed, path):
         how = "added" if form.is_added else "changed"
         yield form.conversation, Text(f"{how}: {', '.join(form.kinds)}" if form.kinds else "as it is", style="yellow")
@@ -105,10 +117,10 @@ def _iter_forms(
             yield None, Text(f"no {kind}: {reason}", style="yellow")
 
 
-def _read_row(path: str, row: int, row_format: str, columns: Columns | None) -> ParsedRow:
+def _read_row(path: str, row: int, row_format: str, columns: Columns | None, tools: tuple[Tool, ...]) -> ParsedRow:
     if row < 1:
         raise DataError(f"--row {row}: rows are numbered from 1.")
-    item = next(itertools.islice(parse_source(path, row_format, columns), row - 1, row), None)
+    item = next(itertools.islice(parse_source(path, row_format, columns, tools=tools), row - 1, row), None)
     if item is None:
         raise DataError(f"{path}: fewer than {format_count(row, 'row')}. Pass a smaller --row.")
     if isinstance(item, Defect):

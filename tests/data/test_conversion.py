@@ -552,6 +552,25 @@ def test_rows_without_tools_get_those_of_files_and_others_keep_theirs(
     assert "1  rows without tools that got those given" in capsys.readouterr().out
 
 
+def test_rows_are_checked_and_shown_with_the_tools_that_they_are_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = write_openai([("Where?", [("get_weather", {"q": "Oslo"})], "There.")])
+    del row["tools"]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    tools = ["--tools", *write_pages(tmp_path)]
+    for command in ("check", "show"):
+        given = ["data", command, str(tmp_path / "rows.jsonl")]
+        assert main(given) != 0
+        assert "the row has no tools; --tools FILE adds" in " ".join("".join(capsys.readouterr()).split())
+        assert main([*given, *tools]) == 0
+        assert "the row has no tools" not in capsys.readouterr().out
+    augment = ["--augment", "take_away=100%"]
+    assert main(["data", "show", str(tmp_path / "rows.jsonl"), *augment, *tools]) == 0
+    _, added = capsys.readouterr().out.split("added: take_away")
+    assert "tools: find_place\n" in added
+
+
 @pytest.mark.parametrize(
     ("files", "reason"),
     [

@@ -23,7 +23,7 @@ from fctune.data.augment.augmenter import (
     is_held_out,
     make_augmenter,
 )
-from fctune.data.conversation import Conversation
+from fctune.data.conversation import Conversation, Tool
 from fctune.data.conversion import MAX_SKIPPED, to_openai_row
 from fctune.data.fold import with_run
 from fctune.data.redaction import SecretScreen
@@ -116,9 +116,13 @@ def open_augmenter(
     fold: Fold = "auto",
     selection: Selection = DEFAULT_SELECTION,
     screen: SecretScreen | None = None,
+    tools: tuple[Tool, ...] = (),
 ) -> Augmenter:
-    """Return an augmenter that knows the tools of a source's first rows; arguments as for ``augment_source``."""
-    rows = islice(_iter_rows(path, row_format, columns, fold, selection, screen), MAX_POOL_ROWS)
+    """Return an augmenter that knows the tools of a source's first rows; arguments as for ``augment_source``.
+
+    Rows that have no tools get ``tools``.
+    """
+    rows = islice(_iter_rows(path, row_format, columns, fold, selection, screen, tools=tools), MAX_POOL_ROWS)
     own = (row for row in rows if isinstance(row, ParsedRow) and not _is_held_out(row, validation_share))
     return make_augmenter(config, ((path, row) for row in own))
 
@@ -135,6 +139,7 @@ def _iter_rows(
     selection: Selection,
     screen: SecretScreen | None = None,
     report: AugmentReport | None = None,
+    tools: tuple[Tool, ...] = (),
 ) -> Iterator[ParsedRow | Defect]:
     """Yield the rows of a source as they are once they are written, since their digests decide on everything.
 
@@ -146,10 +151,11 @@ def _iter_rows(
         selection: Which rows are read, and which of their turns are context.
         screen: Replaces secrets or finds them; None looks for none.
         report: Its counts of secrets and of what is left out are updated in place.
+        tools: Tools of the rows that have none.
     """
-    reader, own_reader = RowReader("openai"), RowReader(row_format, columns, selection=selection)
+    reader, own_reader = RowReader("openai"), RowReader(row_format, columns, tools, selection=selection)
     left_out = report.left_out if report is not None else Counter()
-    for unread in scan_source(path, row_format, columns, fold, selection):
+    for unread in scan_source(path, row_format, columns, fold, selection, tools):
         left_out.update(unread.left_out or {})
         row = own_reader.read(unread)
         if isinstance(row, LeftOut):

@@ -29,7 +29,7 @@ from fctune.data.check.report import (
 )
 from fctune.data.check.similarity import Location, SimilarityIndex, WordHasher
 from fctune.data.check.warnings import CLASSES, classify, iter_warnings
-from fctune.data.conversation import Conversation
+from fctune.data.conversation import Conversation, Tool
 from fctune.data.conversation_encoder import get_defect_kind
 from fctune.data.secrets import SecretCounts, SecretScanner, warn
 from fctune.data.sources import DEFAULT_SELECTION, Defect, LeftOut, ParsedRow, RowReader, Selection, scan_source
@@ -59,6 +59,7 @@ def check_sources(
     fold: Fold = "auto",
     selection: Selection = DEFAULT_SELECTION,
     secrets: Sequence[str] = ("secrets",),
+    tools: tuple[Tool, ...] = (),
 ) -> Report:
     """Check all rows of the sources.
 
@@ -76,6 +77,7 @@ def check_sources(
         fold: Leave out records that others continue: always, never, or in logs (auto).
         selection: Which rows are read, and which of their turns are context.
         secrets: Texts to warn about: ``secrets``, ``emails``, ``phones``, ``paths``.
+        tools: Tools of the rows that have none.
 
     Raises:
         DataError: A path does not exist, rows have an unknown format, or none meets the conditions. Truncated files are
@@ -84,7 +86,7 @@ def check_sources(
     check = _Check(encode, seq_len, validation, eval_suites, on_progress, ReasoningCount(template), secrets)
     try:
         for path in paths:
-            check.read(path, row_format, max_samples, columns, fold, selection)
+            check.read(path, row_format, max_samples, columns, fold, selection, tools)
         if not check.num_rows:
             require_selected(paths, check.left_out, row_format, columns, fold, selection)
         return check.report()
@@ -145,12 +147,13 @@ class _Check:
         columns: Columns | None,
         fold: Fold,
         selection: Selection,
+        tools: tuple[Tool, ...],
     ) -> None:
         """Check the rows of a source."""
         source = SourceSummary(path, 0, 0, {}, None)
         self.sources.append(source)
         self.row_formats = Counter()
-        for row in self._iter_rows(source, row_format, max_samples, columns, fold, selection):
+        for row in self._iter_rows(source, row_format, max_samples, columns, fold, selection, tools):
             self.num_rows += 1
             source.rows += 1
             if isinstance(row, Defect):
@@ -170,11 +173,12 @@ class _Check:
         columns: Columns | None,
         fold: Fold,
         selection: Selection,
+        tools: tuple[Tool, ...],
     ) -> Iterator[ParsedRow | Defect]:
         """Yield the rows of a source; if it fails after some, record the error in the source."""
-        reader = RowReader(row_format, columns, selection=selection)
+        reader = RowReader(row_format, columns, tools, selection=selection)
         try:
-            for row in islice(scan_source(source.path, row_format, columns, fold, selection), max_samples):
+            for row in islice(scan_source(source.path, row_format, columns, fold, selection, tools), max_samples):
                 self.left_out.update(row.left_out or {})
                 parsed = reader.read(row)
                 if isinstance(parsed, LeftOut):

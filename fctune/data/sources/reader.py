@@ -89,15 +89,17 @@ def parse_source(
     fold: Fold = "auto",
     selection: Selection = DEFAULT_SELECTION,
     left_out: Counter[str] | None = None,
+    tools: tuple[Tool, ...] = (),
 ) -> Iterator[ParsedRow | Defect]:
     """Yield rows as ``read_source`` does, with the locations of messages, warnings and notes on conversions.
 
     With ``keeps_questions``, rows whose right answer is no call, and that have no text of it, are not defects. Rows
-    that are left out are not yielded; ``left_out`` counts them by kind, and is updated in place.
+    that are left out are not yielded; ``left_out`` counts them by kind, and is updated in place. Rows that have no
+    tools get ``tools``.
     """
-    reader = RowReader(row_format, columns, keeps_questions=keeps_questions, selection=selection)
+    reader = RowReader(row_format, columns, tools, keeps_questions, selection)
     left_out = Counter() if left_out is None else left_out
-    for row in scan_source(path, row_format, columns, fold, selection):
+    for row in scan_source(path, row_format, columns, fold, selection, tools):
         left_out.update(row.left_out or {})
         if isinstance(parsed := reader.read(row), LeftOut):
             left_out[parsed.kind] += 1

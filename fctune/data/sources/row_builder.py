@@ -345,9 +345,7 @@ class RowBuilder:
         for message, pointer in zip(self.messages, self.pointers, strict=True):
             if message.calls and not self.tools:
                 names = ", ".join(call.name for call in message.calls)
-                reason = (
-                    f"calls {names}, but the row has no tools; --tools FILE (of tune, data convert) adds the agent's"
-                )
+                reason = f"calls {names}, but the row has no tools; --tools FILE adds the agent's"
                 raise RowError(pointer, "call_without_tools", reason)
             mark = _CALL_MARKS.search(message.content) if message.role == "assistant" and message.content else None
             if mark is not None and (self.tools or mark.group() == "<tool_call>"):
