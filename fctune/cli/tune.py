@@ -45,6 +45,7 @@ _TINY = "fctune/assets/tiny_base"
 _CONFIG = "tune.yaml"
 _GATE, _PAGE, _ROWS = "gate", "report.html", "rows"
 _CLEANINGS = ("invalid", *REDACT_KINDS)
+_CLEANED = ["invalid", "secrets"]  # by --clean alone
 _GIB = 1024**3
 # Keys that options of the command set.
 _OPTIONS = {"output_dir": "--out", "model.path": "--model", "data.sources": "--data", "gate.cases": "--cases"}
@@ -88,7 +89,7 @@ def add_commands(commands: Any) -> None:
         "--clean",
         type=_to_cleanings,
         nargs="?",
-        const=["invalid", "secrets"],
+        const=_CLEANED,
         default=[],
         metavar="KIND,...",
         help=f"leave out unusable rows (invalid), and replace by placeholders: {', '.join(REDACT_KINDS)}; without a "
@@ -108,6 +109,9 @@ def add_commands(commands: Any) -> None:
 
 
 def _to_cleanings(text: str) -> list[str]:
+    """Return the kinds of a list; ``sort_words`` moves a ``key=value`` that follows --clean to where it belongs."""
+    if is_override(text):
+        return [text]
     words = [word.strip() for word in text.split(",")]
     if unknown := next((word for word in words if word not in _CLEANINGS), None):
         raise argparse.ArgumentTypeError(f"{unknown}: unknown kind (known: {', '.join(_CLEANINGS)})")
@@ -119,7 +123,9 @@ def sort_words(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     words = [*arguments.settings, *rest]
     unknown = [word for word in words if not is_override(word)]
     tools = list(map(str, arguments.tools))
-    arguments.settings = [word for word in (*arguments.data, *tools, *words) if is_override(word)]
+    arguments.settings = [word for word in (*arguments.clean, *arguments.data, *tools, *words) if is_override(word)]
+    if any(map(is_override, arguments.clean)):
+        arguments.clean = _CLEANED
     arguments.data = [word for word in arguments.data if not is_override(word)]
     arguments.tools = [Path(word) for word in tools if not is_override(word)]
     if unknown:

@@ -380,12 +380,12 @@ def test_clean_leaves_out_unusable_rows_and_names_them(
     monkeypatch.chdir(tmp_path)
     break_one(write_synthetic(tmp_path / "rows.jsonl", 40))
     command = ["tune", "--data", "rows.jsonl", "--out", "out", "--plan-only"]
-    assert main([*command, "--clean"]) == 0
+    assert main([*command, "--clean", "epochs=3"]) == 0
     output = capsys.readouterr().out
     assert "40 of 41 usable" in output
     assert "rows.jsonl:41: messages[0].role" in output
     config = load_run_config("out/tune.yaml")
-    assert (config.data.on_invalid, config.data.secrets) == ("skip", "redact")
+    assert (config.data.on_invalid, config.data.secrets, config.epochs) == ("skip", "redact", 3)
     # Before training, changed rows or settings are said, and the steps are repeated.
     write_synthetic(tmp_path / "rows.jsonl", 40)
     assert main(command) == 0
