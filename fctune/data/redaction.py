@@ -145,7 +145,7 @@ class Redactor:
             return f"{text[:cut]}user-{_take(draw, _LOWER, 8)}"
         if kind == "phone":
             return _make_phone(text, draw)
-        if kind in ("basic_auth", "named_secret") and not re.fullmatch(r"[A-Za-z0-9_-]{20,}", text):
+        if kind == "cookie" or (kind in _PASSWORDS and not re.fullmatch(r"[A-Za-z0-9_-]{20,}", text)):
             return f"Redacted-{_take(draw, _DIGITS, 1)}{_take(draw, _LOWER, 7)}"
         prefix = found[0] if (found := _PREFIX.match(text)) else ""
         suffix = found[0] if kind == "mailchimp_key" and (found := re.search(r"-us\d+$", text)) else ""
@@ -208,6 +208,7 @@ class SecretScreen:
 _LETTERS, _DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"
 _LOWER = _LETTERS + _DIGITS
 # What providers write before the random part of their keys.
+_PASSWORDS = ("basic_auth", "command_password", "named_secret")
 _PREFIX = re.compile(
     r"https://hooks\.slack\.com/services/|AccountKey=|A3T[A-Z0-9]|ABIA|ACCA|AKIA|ASIA|AIza|ya29\.|eyJ|SG\.|GR1348941|dapi"
     r"|AC(?=[a-z0-9]{32}$)|SK(?=[a-z0-9]{32}$)|sk-(?:ant-[a-z0-9]+-|proj-|svcacct-|admin-|or-v1-)?|github_pat_|dop_v1_"

@@ -28,6 +28,8 @@ SECRET_KINDS: dict[str, str] = {
     "azure_storage_key": "a storage key of Azure",
     "basic_auth": "a password in a URL",
     "cloud_token": "a token of Databricks, DigitalOcean or Shopify",
+    "command_password": "a password among the arguments of a command, or in a netrc file",
+    "cookie": "cookies with a random value, as a session has",
     "discord_token": "a token of a Discord bot",
     "github_token": "a token of GitHub",
     "gitlab_token": "a token of GitLab",
@@ -40,6 +42,7 @@ SECRET_KINDS: dict[str, str] = {
     "package_token": "a token of npm or PyPI",
     "private_key": "a private key",
     "sendgrid_key": "a key of SendGrid",
+    "signed_url": "the signature of a URL that gives access",
     "slack_token": "a token or webhook of Slack",
     "square_secret": "an OAuth secret of Square",
     "stripe_key": "a key of Stripe",
@@ -60,6 +63,8 @@ MARK = "redacted"
 """In every placeholder of a secret, by which later scans know it."""
 
 _MIN_NAMED = 8  # characters of a value that its name calls a secret; shorter ones are mostly words
+_MIN_COMMAND = 6  # characters of a password that a command gets
+_PASSWORD_WORDS = ("pass", "password", "passwd", "secret", "token")
 _MAX_CACHED_TOOLS = 10_000
 _SHOWN_PIECE = 6  # characters of a secret that no message shows
 
@@ -177,6 +182,30 @@ def _load_rules() -> tuple[_Rule, ...]:
             ),
         ),
         _Rule(
+            "command_password",
+            ("machine ", "mysql", "mariadb", "sshpass", "curl", "redis-cli"),
+            (
+                re.compile(r"\bmachine\s+\S+\s+login\s+\S+\s+password\s+([^\s\"'\\]+)"),
+                re.compile(rf"\b(?:mysql(?:dump|admin)?|mariadb)\b[^\n|;&]*?\s-p{quote}{value}"),
+                re.compile(rf"\bsshpass\s+-p\s?{quote}{value}"),
+                re.compile(rf"\bredis-cli\b[^\n|;&]*?\s-a\s+{quote}{value}"),
+                re.compile(rf"\bcurl\b[^\n|;&]*?\s(?:-u|--user)\s?{quote}[^\s:\"']+:{value}"),
+            ),
+            is_lower=True,
+            accepts=lambda text: len(text) >= _MIN_COMMAND and text.lower() not in _PASSWORD_WORDS,
+        ),
+        _Rule(
+            "cookie",
+            ("cookie",),
+            (
+                re.compile(
+                    rf"\bcookie{quote}\s{{0,3}}[:=]\s{{0,3}}{quote}([\w.-]+=[^\s\"'`\\]+(?:; ?[^\s\"'`\\;]+)*)", re.I
+                ),
+            ),
+            is_lower=True,
+            accepts=_is_random,
+        ),
+        _Rule(
             "discord_token",
             ("discord", "bot "),
             (
@@ -233,6 +262,12 @@ def _load_rules() -> tuple[_Rule, ...]:
         ),
         _Rule("package_token", ("npm_", "pypi-"), take(pypi_token.PypiTokenDetector, r"npm_[A-Za-z0-9]{36}")),
         _Rule("sendgrid_key", ("SG.",), take(sendgrid.SendGridDetector)),
+        _Rule(
+            "signed_url",
+            ("sig=", "signature="),
+            (re.compile(r"(?:[?&]|\\u0026|&amp;)(?:sig|signature|x-(?:amz|goog)-signature)=([\w%+/=~-]{24,})", re.I),),
+            is_lower=True,
+        ),
         _Rule(
             "slack_token",
             ("xox", "xapp-", "hooks.slack.com"),
@@ -364,7 +399,7 @@ def _is_random(text: str) -> bool:
 
 
 def _is_url_password(text: str) -> bool:
-    return text.lower() not in ("pass", "password", "pwd", "secret", "token") and not text.isdigit()
+    return text.lower() not in (*_PASSWORD_WORDS, "pwd") and not text.isdigit()
 
 
 def _is_named_secret(text: str) -> bool:

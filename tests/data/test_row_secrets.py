@@ -100,7 +100,17 @@ MAKERS: dict[str, list[Callable[[int], str]]] = {
 BY_NAME = {
     "named_secret": lambda n: "pW7!" + draw(10, seed=n),
     "authorization": lambda n: draw(40, seed=n),
+    "cookie": lambda n: f"sessionid={draw(32, LOWER, n)}",
+    "signed_url": lambda n: f"{draw(20, seed=n)}%2B{draw(20, seed=n + 1)}%3D",
+    "command_password": lambda n: draw(12, seed=n),
 }
+COMMANDS = (
+    "mysql -h db -u root -p{} shop",
+    "sshpass -p '{}' ssh admin@10.0.0.8",
+    'curl -s -u "admin:{}" https://api.internal/v1',
+    "redis-cli -h cache -a {} ping",
+    "machine api.internal login deploy password {}",
+)
 CASES = [(kind, make) for kind, makers in MAKERS.items() for make in makers]
 PERSONAL: dict[str, Callable[[int], str]] = {
     "email": lambda n: f"{draw(8, LOWER, n)}.b@mail{n}.org",
@@ -117,6 +127,12 @@ def say(kind: str, secret: str) -> str:
         return f"password: {secret}"
     if kind == "authorization":
         return f"Authorization: Bearer {secret}"
+    if kind == "cookie":
+        return f"Cookie: {secret}"
+    if kind == "signed_url":
+        return f"https://store.blob.internal/a?sv=2024-01-01&sp=r&sig={secret}"
+    if kind == "command_password":
+        return COMMANDS[sum(map(ord, secret)) % len(COMMANDS)].format(secret)
     return f"the discord value {secret}" if kind == "discord_token" else f"use ({secret}), please"
 
 
@@ -188,6 +204,29 @@ def assert_hidden(secrets: list[str], *outputs: bytes | str) -> None:
         for secret in secrets:
             for piece in pieces(secret):
                 assert piece not in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_passwords_of_commands_are_found_and_their_ports_and_words_are_not(command: str) -> None:
+    scanner = SecretScanner()
+    assert scanner.find_in_text(command.format("pW7x" + draw(8))) == {"pW7x" + draw(8): "command_password"}
+    for word in ("password", "$DB_PASS", "YOUR_PASSWORD", "<password>"):
+        assert not scanner.find_in_text(command.format(word)), word
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mysql -h db -P3306 -u root -p shop",
+        "curl -u admin https://api.internal/v1/items:1234567",
+        "A recipe: cookie: flour=200g; sugar=100g",
+        "cookie=accept",
+        "https://example.org/letters?sig=Yours+truly",
+        "the machine that you login to has a password policy",
+    ],
+)
+def test_other_commands_and_words_hold_no_secret(text: str) -> None:
+    assert SecretScanner().find_in_text(text) == {}
 
 
 ALL_CASES = [*CASES, *BY_NAME.items()]
