@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import re
 from pathlib import Path
@@ -84,6 +85,20 @@ def test_the_numbers_of_the_report_are_on_the_page(data_page: Path, report: Repo
         assert f">{number:,}</b>" in text
     for finding in (*report.defect_kinds, *report.warning_kinds):
         assert f"<code>{finding.kind}</code>" in text
+
+
+def test_what_is_not_read_is_on_the_page(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    rows = [{"messages": messages, "metadata": {"mood": "fair"}}]
+    rows += [{"messages": messages[:1], "response": None, "error": "The call timed out."}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = check_sources([str(tmp_path / "rows.jsonl")])
+    assert report.failures
+    assert report.unread_columns == {"metadata": 1}
+    write_data_html(report, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text("utf-8")
+    for name in (*report.failures, *report.unread_columns):
+        assert f">{html.escape(name)}<" in text
 
 
 def test_the_number_of_tools_shown_is_never_above_the_number_of_all_tools(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from fctune.config.intervals import choose_noun, format_count
 from fctune.data.check import CLASSES, Report
@@ -73,10 +74,21 @@ def write_data_html(report: Report, path: str | os.PathLike[str]) -> None:
         page.add_section("Conversions while reading", Table([Num("Count"), "Conversion"], notes))
     if report.left_out:
         left_out = [[count, LEFT_OUT_KINDS[kind]] for kind, count in report.left_out.items()]
-        page.add_section("Left out", Table([Num("Count"), "Records and parts of logs"], left_out))
+        tables = [Table([Num("Count"), "Records and parts of logs"], left_out)]
+        if report.failures:
+            tables.append(Table([Num("Count"), "What says that the answer failed"], _swap(report.failures)))
+        page.add_section("Left out", *tables)
+    if report.unread_columns:
+        lead = "Columns that are in no conversation. They are not trained on, and not searched for secrets."
+        columns = Table([Num("Rows"), "Column"], _swap(report.unread_columns))
+        page.add_section("Columns that are not read", columns, lead=lead)
     sources = [[s.path, s.rows, s.conversations, ", ".join(s.row_formats)] for s in report.sources]
     page.add_section("Sources", Table(["Source", Num("Rows"), Num("Kept"), "Row format"], sources))
     page.write(path, f"fctune data check: {format_count(report.rows, 'row')} in {report.seconds:.1f} s")
+
+
+def _swap(counts: Mapping[str, int]) -> list[list[object]]:
+    return [[count, name] for name, count in counts.items()]
 
 
 def _headline(report: Report) -> tuple[str, Tone]:
