@@ -22,22 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.demo import describe_accuracies
 from benchmarks.generate.server import READ_ONLY, SUITE
 from benchmarks.training import describe_machine
 
 _BLOCKED = 1
 _LINE_KEYS = ("verdict", "n", "num_right_before", "num_right_after", "p")
-
-
-def write_cases(path: Path) -> None:
-    """Write the suite's cases as JSONL, which ``fctune tune --cases`` reads."""
-    suite = yaml.safe_load(SUITE.read_text(encoding="utf-8"))
-    tools = [{"type": "function", "function": function} for function in suite["tools"]]
-    cases = ({"category": case.pop("kind"), "tools": tools, **case} for case in suite["cases"])
-    path.write_text("".join(json.dumps(case) + "\n" for case in cases), encoding="utf-8")
 
 
 def generate(arguments: argparse.Namespace, rows: Path) -> None:
@@ -64,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run what is missing of the loop, print its table, and write the result if a file is named."""
     parser = argparse.ArgumentParser(description="From tools to a judged model")
     parser.add_argument("--model", required=True, metavar="DIR", help="model to train")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--teacher", metavar="URL", help="server that rewords and answers")
-    source.add_argument("--rows", type=Path, metavar="FILE", help="rows that were generated before")
+    rows_from = parser.add_mutually_exclusive_group(required=True)
+    rows_from.add_argument("--teacher", metavar="URL", help="server that rewords and answers")
+    rows_from.add_argument("--rows", type=Path, metavar="FILE", help="rows that were generated before")
     parser.add_argument("--tools", default="http://127.0.0.1:8123/mcp", metavar="URL", help="default: %(default)s")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--num", type=int, default=240, metavar="N", help="rows; default: %(default)s")
@@ -74,14 +64,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys of the training")
     arguments = parser.parse_intermixed_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    rows, cases = arguments.out / "rows.jsonl", arguments.out / "cases.jsonl"
+    rows = arguments.out / "rows.jsonl"
     if arguments.rows is None:
         generate(arguments, rows)
     rows = arguments.rows or rows
-    write_cases(cases)
     tuned = arguments.out / "tune"
     started = time.perf_counter()
-    command = ["tune", "--model", arguments.model, "--data", str(rows), "--cases", str(cases), "--out", str(tuned)]
+    command = ["tune", "--model", arguments.model, "--data", str(rows), "--out", str(tuned)]
+    command += ["--cases", os.path.relpath(SUITE)]
     run([*command, *arguments.overrides], allowed=(0, _BLOCKED))
     seconds = time.perf_counter() - started
     compared = arguments.out / "compared.json"
@@ -93,10 +83,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         generated = {name: summary[name] for name in ("asked", "kept", "dropped", "usage")}
     kinds = json.loads(compared.read_text(encoding="utf-8"))
     gate = json.loads((tuned / "gate" / "gate.json").read_text(encoding="utf-8"))
+    source = f"--num {arguments.num}" if arguments.rows is None else f"--rows {os.path.relpath(rows)}"
     found = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": describe_machine(),
-        "command": f"python -m benchmarks.generate.loop --num {arguments.num} {' '.join(arguments.overrides)}".strip(),
+        "command": f"python -m benchmarks.generate.loop {source} {' '.join(arguments.overrides)}".strip(),
         "rows": generated,
         "tune_s": round(seconds, 1),
         "kinds": {name: describe_accuracies(counts) for name, counts in kinds.items()},

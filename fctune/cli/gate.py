@@ -36,7 +36,11 @@ def add_commands(commands: Any) -> None:
     gate.add_argument("--base", "--base-url", type=resolve_shipped_path, metavar="MODEL", help=f"the base: {models}")
     gate.add_argument("--tuned", type=resolve_shipped_path, metavar="MODEL", help="the result, likewise")
     gate.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the report and the answers")
-    gate.add_argument("--cases", metavar="FILE", help="JSONL of held-out cases; default: those of the result's run")
+    gate.add_argument(
+        "--cases",
+        metavar="FILE",
+        help="held-out cases in JSONL, or a suite in YAML; default: those of the result's run",
+    )
     gate.add_argument(
         "--rows", nargs="+", default=[], metavar="FILE", help="training rows of the result; default: those of its run"
     )

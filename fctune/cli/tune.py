@@ -187,7 +187,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
             "hf:NAME for one of the hub."
         )
     if arguments.cases is not None and not Path(arguments.cases).is_file():
-        raise ConfigError(f"--cases {arguments.cases}: no such file. Pass cases or rows in JSONL.")
+        raise ConfigError(f"--cases {arguments.cases}: no such file. Pass cases or rows in JSONL, or a suite in YAML.")
     if arguments.out.exists() and not arguments.out.is_dir():
         raise ConfigError(f"--out {arguments.out}: is a file. Name a directory.")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 from rich.console import Console
 
 from fctune.base.errors import DataError
@@ -205,6 +206,20 @@ def test_questions_of_an_eval_suite_are_found_in_the_rows(tmp_path: Path) -> Non
     assert (overlap.num_items, overlap.num_found, overlap.num_rows) == (3, 2, 2)
     assert overlap.examples[0].item.endswith(":1 (simple_0)")
     assert overlap.examples[0].row.endswith("rows.jsonl:1")
+
+
+def test_a_suite_in_yaml_is_found_in_the_rows(tmp_path: Path) -> None:
+    ask = "Please find the fastest route from Berlin to Munich that avoids all toll roads today"
+    cases = [{"id": "route", "messages": [{"role": "user", "content": ask}], "expected_calls": []}]
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(yaml.safe_dump({"description": "d", "tools": [], "cases": cases}))
+    rows = write_rows(tmp_path / "rows.jsonl", [make_row(f"Hello! {ask}"), make_row("Saturn has moons, how many?")])
+    (overlap,) = check_sources([rows], eval_suites=[str(suite)]).overlaps
+    assert (overlap.num_items, overlap.num_found, overlap.num_rows) == (1, 1, 1)
+    assert overlap.examples[0].item == f"{suite}: case route"
+    suite.write_text("cases: [")
+    with pytest.raises(DataError, match="cannot be read as a suite"):
+        check_sources([rows], eval_suites=[str(suite)])
 
 
 @pytest.mark.skipif(find_spec("bfcl_eval") is None, reason="bfcl-eval is not installed")

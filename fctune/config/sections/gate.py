@@ -20,7 +20,7 @@ class GateConfig:
     """Comparison of base and result by `fctune gate`; `gate: {}` uses these defaults."""
 
     cases: Annotated[str | None, Null("the `held_out.jsonl` of the run")] = None
-    """JSONL file of held-out cases with `messages`, `tools` and `expected_calls`."""
+    """File of held-out cases with `messages`, `tools` and `expected_calls`: JSONL, or a suite in YAML."""
     thorough: bool = False
     """Larger samples, which find falls of 5 points."""
     tolerance: Annotated[float | str | None, PERCENTAGE, Null("10%, or 5% if `thorough`")] = None
@@ -55,7 +55,7 @@ class GateConfig:
             problems.add(
                 ("cases",),
                 f"{where}.cases={self.cases}: {describe_no_file(self.cases)} (relative paths start at {Path.cwd()}); "
-                "specify a JSONL file of held-out cases",
+                "specify a file of held-out cases",
             )
         try:
             share = 1.0 if self.tolerance is None else parse_share(self.tolerance)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import yaml
 
 from fctune.base.errors import DataError
 from fctune.data.check.similarity import WordHasher
@@ -113,6 +115,9 @@ def iter_items(path: str, purpose: Purpose) -> Iterator[tuple[str, list[str]]]:
                 messages = row.conversation.messages
                 yield row.conversation.source, [m.content for m in messages if m.role == "user" and m.content]
         return
+    if Path(path).suffix in (".yaml", ".yml"):
+        yield from _iter_suite(path)
+        return
     json = RowJsonReader()
     for file in list_files(path):
         for raw in open_rows(file):
@@ -123,6 +128,18 @@ def iter_items(path: str, purpose: Purpose) -> Iterator[tuple[str, list[str]]]:
             if isinstance(row, dict):
                 name = f"{file}:{raw.line}" + (f" ({row['id']})" if isinstance(row.get("id"), str | int) else "")
                 yield name, [text for key in _QUESTION_KEYS for text in _collect(row.get(key))]
+
+
+def _iter_suite(path: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and user turns of each case of a suite in YAML."""
+    try:
+        suite = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: cannot be read as a suite ({' '.join(str(error).split())}).") from None
+    cases = suite.get("cases") if isinstance(suite, dict) else None
+    for number, case in enumerate(cases if isinstance(cases, list) else (), start=1):
+        if isinstance(case, dict):
+            yield f"{path}: case {case.get('id', number)}", _collect(case.get("messages"))
 
 
 def _collect(value: Any, depth: int = 6) -> list[str]:
