@@ -7,7 +7,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from fctune.models.precision import PrecisionPolicy
@@ -52,6 +54,38 @@ def test_public_models_are_known_by_their_hub_name() -> None:
     assert config is not None
     assert parse_architecture("config.json", json.loads(json.dumps(config))).num_layers == 32
     assert find_public_config("some/model") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("Qwen/Qwen2-7B", {"max_position_embeddings": 131072}),
+        ("Qwen/Qwen2-7B-Instruct", {"max_position_embeddings": 32768}),
+        ("Qwen/Qwen2.5-7B", {"max_position_embeddings": 131072}),
+        ("Qwen/Qwen2.5-7B-Instruct", {"max_position_embeddings": 32768}),
+        (
+            "ibm-granite/granite-4.0-350m",
+            {
+                "attention_multiplier": 0.015625,
+                "embedding_multiplier": 12,
+                "logits_scaling": 4,
+                "residual_multiplier": 0.263,
+            },
+        ),
+        # Its blocks are 4,608 wide: two thirds of this, rounded up to a multiple of 256.
+        ("LiquidAI/LFM2.5-350M", {"intermediate_size": 6656, "block_auto_adjust_ff_dim": True}),
+    ],
+)
+def test_public_models_have_the_values_of_their_published_config(name: str, published: dict[str, Any]) -> None:
+    config = find_public_config(name)
+    assert config is not None
+    assert {key: config.get(key) for key in published} == published
+
+
+@pytest.mark.parametrize("name", ["google/functiongemma-270m", "meta-llama/Llama-3.3-70B"])
+def test_names_without_a_base_model_on_the_hub_are_unknown(name: str) -> None:
+    assert find_public_config(name) is None
+    assert any(find_public_config(name + suffix) for suffix in ("-it", "-Instruct"))
 
 
 def test_reading_an_architecture_imports_no_torch() -> None:
