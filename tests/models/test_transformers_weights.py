@@ -266,6 +266,29 @@ def test_prediction_heads_are_left_out_and_copied(bases: Path, tmp_path: Path) -
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
 
 
+def test_unused_keys_and_values_of_gemma_4_are_left_out_and_copied(tmp_path: Path) -> None:
+    """Google's Gemma 4 E2B and E4B store them for layers that share an earlier layer's, too; transformers does not."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    changes: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "layer_types": kinds,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 16,
+    }
+    saved = save_tiny_model("gemma4_text", tmp_path / "saved", **changes)
+
+    def repeat(tensors: dict[str, Tensor]) -> None:
+        for layer in (0, 1):
+            for part in ("k_proj", "v_proj", "k_norm"):
+                name = f"model.layers.{{}}.self_attn.{part}.weight".format
+                assert name(layer + 2) not in tensors
+                tensors[name(layer + 2)] = tensors[name(layer)].clone()
+
+    base = change_tensors(saved, tmp_path / "base", repeat)
+    export_merged(load(base), base, tmp_path / "out", is_writer=True)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
+
+
 def drop_expert(tensors: dict[str, Tensor]) -> None:
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
 
