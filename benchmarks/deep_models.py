@@ -36,6 +36,7 @@ class Family:
         pad: Token of padding.
         stops: Tokens that end an answer besides ``eos``.
         sizes: Sizes in place of the smallest.
+        config_eos: Token that config.json names as the end, of a model without a generation_config.json; else None.
     """
 
     template: str | None
@@ -44,6 +45,7 @@ class Family:
     pad: str
     stops: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
+    config_eos: str | None = None
 
 
 # Keys of JSON with their quotes are pieces: a step takes time for each token, and rows have a third fewer than with a
@@ -73,9 +75,11 @@ FAMILIES = {
     "Qwen/Qwen3-8B": Family("qwen3", *_QWEN),
     "Qwen/Qwen3-32B": Family("qwen3", *_QWEN),
     "Qwen/Qwen3-30B-A3B-Instruct-2507": Family("qwen3_instruct_2507", *_QWEN),
-    "Qwen/Qwen3.5-0.8B": Family("qwen3_5_nothink", *_QWEN),
-    "Qwen/Qwen3.5-4B": Family("qwen3_5_think", *_QWEN),
-    "openai/gpt-oss-20b": Family("gptoss", "<|startoftext|>", "<|return|>", "<|endoftext|>", ("<|call|>",)),
+    "Qwen/Qwen3.5-0.8B": Family("qwen3_5_nothink", *_QWEN, config_eos="<|endoftext|>"),
+    "Qwen/Qwen3.5-4B": Family("qwen3_5_think", *_QWEN, config_eos="<|endoftext|>"),
+    "openai/gpt-oss-20b": Family(
+        "gptoss", "<|startoftext|>", "<|return|>", "<|endoftext|>", ("<|endoftext|>", "<|call|>")
+    ),
     "google/gemma-3-270m": Family("gemma3", "<bos>", "<eos>", "<pad>"),
     "google/gemma-3-270m-it": Family("gemma3", "<bos>", "<eos>", "<pad>", ("<end_of_turn>",)),
     "google/functiongemma-270m-it": Family(
@@ -87,7 +91,7 @@ FAMILIES = {
     "ibm-granite/granite-4.0-350m": Family(None, "<|end_of_text|>", "<|end_of_text|>", "<|pad|>", sizes=_MAMBA),
     "ibm-granite/granite-4.0-micro": Family(None, "<|end_of_text|>", "<|end_of_text|>", "<|pad|>", sizes=_MAMBA),
     "LiquidAI/LFM2.5-350M": Family("lfm2_2_5", "<|startoftext|>", "<|im_end|>", "<|pad|>"),
-    "HuggingFaceTB/SmolLM3-3B": Family(None, "<|begin_of_text|>", "<|im_end|>", "<|im_end|>"),
+    "HuggingFaceTB/SmolLM3-3B": Family(None, None, "<|im_end|>", "<|im_end|>"),
 }
 
 
@@ -131,7 +135,8 @@ def save_model(folder: Path, name: str, texts: Iterable[str]) -> None:
     if family.template is not None and template is None:
         raise FileNotFoundError(f"the chat template {family.template} is not installed: pip install -e '.[dev]'")
     ids = save_tokenizer(folder, family, template, list(texts))
-    eos = sorted({ids[token] for token in (family.eos, *family.stops)})
+    ends = (family.eos, *family.stops) if family.config_eos is None else (family.config_eos,)
+    eos = sorted({ids[token] for token in ends})
     size = math.ceil(ids[""] / 64) * 64
     tokens: dict[str, Any] = {**family.sizes, "vocab_size": size, "pad_token_id": ids[family.pad], "eos_token_id": eos}
     tokens["bos_token_id"] = None if family.bos is None else ids[family.bos]
@@ -147,9 +152,12 @@ def save_model(folder: Path, name: str, texts: Iterable[str]) -> None:
     config.architectures = raw.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
-    generation = {"eos_token_id": eos, "pad_token_id": ids[family.pad]}
-    (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     save_weights(folder, torch.bfloat16)
+    path = folder / "generation_config.json"  # also written with the weights
+    if family.config_eos is None:
+        path.write_text(json.dumps({"eos_token_id": eos, "pad_token_id": ids[family.pad]}), encoding="utf-8")
+    else:
+        path.unlink(missing_ok=True)
 
 
 def place_model(cache_dir: Path, path: str, texts: Iterable[str]) -> Path:

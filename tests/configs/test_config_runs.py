@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from benchmarks.deep_models import place_model
 from benchmarks.run_configs import (
@@ -28,6 +29,7 @@ from benchmarks.warm_python import WarmPython
 from fctune.config.loading import load_config
 from fctune.config.shipped import list_shipped_configs
 from fctune.data.sources import read_source
+from fctune.data.stop_tokens import read_eos_ids
 from tests.conftest import ROOT
 
 CONFIGS = {path.stem: path for path in list_shipped_configs()}
@@ -74,6 +76,37 @@ def test_a_model_keeps_the_depth_and_kinds_of_its_config(tmp_path: Path) -> None
     assert raw["query_pre_attn_scalar"] == 256
     assert raw["hidden_size"] < 640
     assert place_model(tmp_path, "hf:google/gemma-3-270m", ["a text"]) == folder
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "stops", "bos"),
+    [
+        (
+            "google/functiongemma-270m-it",
+            "generation_config.json",
+            {"<eos>", "<end_of_turn>", "<start_function_response>"},
+            "<bos>",
+        ),
+        ("google/gemma-4-E2B-it", "generation_config.json", {"<eos>", "<turn|>", "<|tool_response>"}, "<bos>"),
+        (
+            "openai/gpt-oss-20b",
+            "generation_config.json",
+            {"<|return|>", "<|endoftext|>", "<|call|>"},
+            "<|startoftext|>",
+        ),
+        ("HuggingFaceTB/SmolLM3-3B", "generation_config.json", {"<|im_end|>"}, None),
+        ("Qwen/Qwen3.5-0.8B", "config.json", {"<|endoftext|>"}, None),  # published without a generation config
+    ],
+)
+def test_a_model_stops_and_begins_with_its_published_tokens(
+    name: str, file: str, stops: set[str], bos: str | None, tmp_path: Path
+) -> None:
+    folder = place_model(tmp_path, f"hf:{name}", ["a text"])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = read_eos_ids(folder, has_fallback=True)
+    assert {tokenizer.convert_ids_to_tokens(i) for i in ids} == stops
+    assert (folder / "generation_config.json").is_file() == (file == "generation_config.json")
+    assert tokenizer.bos_token == bos
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "configs" / "rows").glob("*.jsonl")), ids=lambda p: p.stem)
