@@ -11,6 +11,8 @@ from fctune.tasks.benchmarks import Benchmark, GateSample
 if TYPE_CHECKING:
     from fctune.tasks.suite import Suite
 
+# As in ifeval.yaml.
+_DATA = "hf:google/IFEval@966cd89545d6b6acfd7638bc708b98261ca58e84"
 _DATA_HELP = "prompts: the benchmark's JSONL, or hf:NAME[:config][:split][@revision]"
 
 
@@ -28,7 +30,7 @@ class Ifeval(Benchmark):
     def add_score_options(self, parser: argparse.ArgumentParser) -> None:
         """Add where the prompts are."""
         parser.description = "judge texts by the checkers of lm-eval; a prediction is {id, text}, such as ifeval-1000"
-        parser.add_argument("--data", default="hf:google/IFEval", metavar="FILE", help=f"{_DATA_HELP}; the default")
+        parser.add_argument("--data", default=_DATA, metavar="FILE", help=f"{_DATA_HELP}; the default")
 
     def open_predictions_suite(self, arguments: argparse.Namespace) -> Suite:
         """Return all prompts."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fctune.base.errors import ConfigError, DataError
 from fctune.cli import main
 from fctune.cli.eval_options import parse_eval_arguments
 from fctune.cli.evaluate import open_suite
-from fctune.tasks.benchmarks import find_benchmarks
-from fctune.tasks.benchmarks.ifeval import checkers
+from fctune.tasks.benchmarks import find_benchmarks, find_suite_files
+from fctune.tasks.benchmarks.ifeval import BENCHMARK, checkers
 from fctune.tasks.benchmarks.ifeval.cases import IfevalCase, load_ifeval, open_ifeval
 from fctune.tasks.evaluation.results import read_rows
 from fctune.tasks.evaluation.summary import summarise_run
@@ -116,6 +119,16 @@ def test_without_lm_eval_the_command_that_installs_it_is_named(monkeypatch: pyte
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'fctune\[ifeval\]'"):
         open_ifeval("hf:google/IFEval")
+
+
+def test_the_revisions_on_the_hub_are_pinned() -> None:
+    parser = argparse.ArgumentParser()
+    BENCHMARK.add_score_options(parser)
+    sets = {
+        name: yaml.safe_load(find_suite_files()[name].read_text())[name]["data"] for name in ("ifeval", "when2call")
+    }
+    assert parser.get_default("data") == sets["ifeval"]
+    assert all(re.fullmatch(r"hf:[^@]+@[0-9a-f]{40}", data) for data in sets.values()), sets
 
 
 def test_predictions_of_any_model_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
