@@ -19,7 +19,7 @@ from fctune.base.errors import DataError
 from fctune.config.sections.data import ADDITIONS, AUGMENT_KINDS, CHANGES
 from fctune.data.augment import augmenter as augmenter_module
 from fctune.data.augment.augmenter import Form, check_counts, is_held_out
-from fctune.data.augment.spoken import take_out_value
+from fctune.data.augment.spoken import take_out_item, take_out_value
 from fctune.data.augment.wordings import TemplateWriter, describe_ability
 from fctune.data.check.warnings import iter_warnings
 from fctune.data.conversation import Call, Conversation, Message, Tool
@@ -338,6 +338,31 @@ def test_a_row_that_asks_lacks_the_value_and_names_the_parameter() -> None:
 )
 def test_only_what_leaves_a_sentence_is_taken_out(text: str, value: str, left: str | None) -> None:
     assert take_out_value(text, value) == left
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value", "left"),
+    [
+        ("Book a berth: C12, boat is Aurora, 3 nights.", "boat", "Aurora", "Book a berth: C12, 3 nights."),
+        ("Book a berth: C12, boat is Aurora, 3 nights.", "nights", "3", "Book a berth: C12, boat is Aurora."),
+        ("Book a berth: C12, boat is Aurora, 3 nights.", "berth", "C12", "Book a berth: boat is Aurora, 3 nights."),
+        ("Book a berth. C12, boat: Aurora, 3 nights.", "boat", "Aurora", "Book a berth. C12, 3 nights."),
+        ("Cancel a booking: booking id is HB-58.", "booking_id", "HB-58", "Cancel a booking."),
+        ("Can I cancel it now? Booking id: HB-58.", "bookingId", "HB-58", "Can I cancel it now?"),
+        ("HB-58 as the booking ID: look it up.", "booking_id", "HB-58", "Look it up."),
+        ("Diesel (fuel), 3.5 litres. Please order it.", "fuel", "diesel", "3.5 litres. Please order it."),
+        ("Set the time (booking id: HB-58, time: 00:43).", "time", "00:43", "Set the time (booking id: HB-58)."),
+        ("Set the time (booking id: HB-58).", "booking_id", "HB-58", "Set the time."),
+        ("How far is it from Paris, France, to Rome?", "country", "France", None),
+        ("I like my walls red, white, and blue.", "colour", "white", None),
+        ("Tell me when booking HB-58 arrives.", "booking_id", "HB-58", None),
+        ("Lunde, 2027-05-02, and Lunde again.", "port", "Lunde", None),  # said twice
+        ("Order it: 2.5 litres.", "litres", "2", None),
+        ("Send it: 5.", "n", "5", None),  # too little would be left
+    ],
+)
+def test_only_an_item_that_says_a_value_alone_is_taken_out(text: str, name: str, value: str, left: str | None) -> None:
+    assert take_out_item(text, name, value) == left
 
 
 def test_a_repeated_request_has_a_call_for_each_of_its_values() -> None:

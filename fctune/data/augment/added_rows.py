@@ -14,6 +14,7 @@ from fctune.data.augment.spoken import (
     list_required,
     replace_value,
     say_value,
+    take_out_item,
     take_out_value,
 )
 from fctune.data.augment.tool_pool import ToolPool
@@ -114,7 +115,8 @@ def find_askable(conversation: Conversation, turn: Turn) -> list[tuple[str, str]
             continue
         if any(str(value).lower() in (message.content or "").lower() for message in earlier):
             continue
-        remaining = take_out_value(request, say_value(value))
+        said = say_value(value)
+        remaining = take_out_item(request, name, said) or take_out_value(request, said)
         if remaining is not None:
             found.append((name, remaining))
     return found or "no required value that can be left out of the request"

@@ -91,8 +91,44 @@ def take_out_value(text: str, value: Any) -> str | None:
     before, after = text[: leading.start()].rstrip(), text[start + len(said) + following.end() :]
     if not before or _UNFINISHED.search(before):
         return None
+    if before[-1] in ".?!,;" and re.match(r"\s*[.,?!;]", after):
+        return None
     left = _DANGLING.sub(r"\1", f"{before} {after.lstrip()}" if after[:1].isspace() else before + after).strip()
     return left if len(split_words(left)) >= _MIN_WORDS_LEFT else None
+
+
+def take_out_item(text: str, name: str, value: Any) -> str | None:
+    """Return a request without the item of a list that says a value, and nothing else; None if there is none.
+
+    ``Book a berth: C12, boat is Aurora, 3 nights.`` becomes ``Book a berth: C12, 3 nights.`` without the boat. An item
+    is the value with words of the parameter's name, or a number with its unit, between two marks of punctuation. The
+    value must be said once, in any case.
+    """
+    lower, said = text.lower(), re.escape(str(value).lower())
+    if len(lower) != len(text) or lower.count(str(value).lower()) != 1:
+        return None
+    words = "|".join([*map(re.escape, split_words(name)), "is", "as", "of", "with", "the", "my", "a", "an"])
+    label = rf"(?:(?:{words})[ _:]\s*)*"
+    unit = r"(?:\s[a-z]+)?" if re.fullmatch(r"[\d.]+", str(value)) else ""
+    behind = rf"(?:\s\((?:(?:{words})\s?)+\)|(?:\s(?:{words}))+|{unit})"
+    item = rf"(?<![\w.-]){label}{_QUOTE}{said}{_QUOTE}{behind}"
+    for start, end in (
+        (r"\s\(", r"\)"),  # the only item, in brackets
+        (r"(?:(?<=[.?!])\s|^)", r"[.?!](?=\s|$)"),  # a sentence of its own
+        (r"(?:^|(?<=[.?!]\s))", r"[,:]\s+"),  # the first of a sentence
+        (r",\s+", rf"(?=,\s(?!(?:and|or|{_PREPOSITIONS})\b))"),  # in the middle
+        (r"(?:(?<=[:(]\s)|(?<=\())", r",\s+"),  # the first of a list
+        (r"[,:]\s+", r"(?=[.?!;)](?!\d)|$)"),  # the last
+    ):
+        found = re.search(start + item + end, lower)
+        if found is None:
+            continue
+        before, after = text[: found.start()], text[found.end() :]
+        if text[found.start() : found.start() + 1].isupper() and (not before or before.rstrip()[-1:] in ".?!"):
+            after = after[:1].upper() + after[1:]
+        kept = (before + after).strip()
+        return kept if len(split_words(kept)) >= _MIN_WORDS_LEFT else None
+    return None
 
 
 def read_examples(schema: dict[str, Any]) -> list[Any]:
