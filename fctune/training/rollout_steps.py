@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
+from fctune.data.chunk_encoder import Counts
 from fctune.data.loader import Batch, GlobalStep
-from fctune.data.packed_samples import pack_samples
+from fctune.data.packing import pack_best_fit
 from fctune.data.prepared_set import PreparedSet
 from fctune.models.attention import MakeBounds
 from fctune.tasks.rollouts import Rollout
 from fctune.training.loop import build_loader
 from fctune.training.prefetch import Inputs, StepData, make_inputs
+
+_NO_PACKS = (np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +67,31 @@ def make_step_data(
 
 
 def _pack(trained: Sequence[TrainedRollout], config: RunConfig) -> PreparedSet:
+    """Return a prepared set in memory with the rollouts, packed or each in a row of its own."""
     rollouts = [one.rollout for one in trained]
-    return pack_samples(
-        [(*one.prompt_ids, *one.ids) for one in rollouts],
-        [(*[False] * len(one.prompt_ids), *one.is_generated) for one in rollouts],
-        config.data.seq_len,
-        config.data.packed,
+    tokens = [np.array((*one.prompt_ids, *one.ids), dtype=np.int32) for one in rollouts]
+    is_supervised = [(*[False] * len(one.prompt_ids), *one.is_generated) for one in rollouts]
+    lengths = np.array([len(one) for one in tokens], dtype=np.int64)
+    seq_len, is_packed = config.data.seq_len, config.data.packed
+    assert lengths.max() <= seq_len, "a rollout is longer than a row"
+    packs = pack_best_fit(lengths, seq_len) if is_packed else [[index] for index in range(len(lengths))]
+    flat = np.array([index for pack in packs for index in pack], dtype=np.int64)
+    ends = np.cumsum([0, *map(len, packs)], dtype=np.int64)
+    digests = [hashlib.blake2b(array.tobytes(), digest_size=8).digest() for array in tokens]
+    return PreparedSet(
+        path=Path(),
+        fingerprint="",
+        inputs={},
+        seq_len=seq_len,
+        is_packed=is_packed,
+        is_paired=False,
+        counts=Counts(),
+        weights=np.array([0.0, 1.0], dtype=np.float32),
+        tokens=np.concatenate(tokens),
+        codes=np.array([flag for one in is_supervised for flag in one], dtype=np.uint8),
+        offsets=np.cumsum([0, *lengths], dtype=np.int64),
+        digests=np.array([int.from_bytes(digest, "little") for digest in digests], dtype=np.uint64),
+        packs={"train": (flat, ends), "validation": _NO_PACKS},
     )
 
 
