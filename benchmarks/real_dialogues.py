@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.real_quantities import describe_quantities, draw_calculation
 from benchmarks.real_requests import (
-    WRITER,
     describe_parallel,
     describe_request,
     join_questions,
@@ -21,6 +20,7 @@ from benchmarks.real_requests import (
     revalue_question,
 )
 from fctune.data.augment.tool_pool import ToolPool
+from fctune.data.augment.wordings import word_refusal
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
 _NUM_QUESTIONS = (3, 4, 4, 5)
@@ -30,7 +30,6 @@ _NUM_CALLS = (1, 1, 1, 2, 3, 4)
 _UNFIT_SHARE = 0.15
 _JOINED_SHARE = 0.4  # of the other questions, where they are about two tools
 _CALCULATION_SHARE = 0.45
-_MAX_DRAWS = 50
 
 
 class _Topic(NamedTuple):
@@ -102,7 +101,7 @@ def _draw_unfit(tools: Sequence[Tool], pool: ToolPool, rng: random.Random) -> tu
         other = describe_quantities(rng) if rng.random() < 0.3 else describe_request(pool, rng)
         if not any(pool.are_alike(other.tools[0], tool) for tool in tools):
             request = Conversation(other.messages[:1], tuple(tools))
-            return request.messages[0], Message("assistant", WRITER.decline(request, other.tools, rng))
+            return request.messages[0], Message("assistant", word_refusal(request.tools, other.tools, rng))
 
 
 def _reply(calls: Sequence[Call], rng: random.Random) -> list[Message]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fctune.data.augment.wordings import TemplateWriter
+from fctune.data.augment.wordings import word_refusal
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
 
@@ -296,7 +296,7 @@ def describe_unfit_quantities(rng: random.Random) -> Conversation:
             taken.add(words)
             tools.append(other)
     asked = Conversation(request.messages[:1], tuple(tools), "no_call:quantities")
-    answer = TemplateWriter().decline(asked, request.tools, rng)
+    answer = word_refusal(asked.tools, request.tools, rng)
     return replace(asked, messages=(*asked.messages, Message("assistant", answer)))
 
 

@@ -17,10 +17,9 @@ from benchmarks.real_options import UNITS
 from fctune.data.augment.added_rows import draw_column, multiply_value
 from fctune.data.augment.spoken import count_value, join_words, replace_value, say_name, say_value, split_words
 from fctune.data.augment.tool_pool import ToolPool
-from fctune.data.augment.wordings import TemplateWriter
+from fctune.data.augment.wordings import word_refusal
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
-WRITER = TemplateWriter()
 _LEADS = ("", "", "", "Please ", "Can you ", "Could you ", "I need to ", "I want to ", "I would like to ", "Help me ")
 _NUM_CALLS = (2, 2, 2, 3, 3, 4)
 _JOINERS = (" Also, ", " Then, ", " After that, ", " Additionally, ", " ")
@@ -66,7 +65,7 @@ def take_tools_away(conversation: Conversation, pool: ToolPool, rng: random.Rand
     num_others = rng.choice((1, 1, 1, 1, 2, 2, 3, 4))
     tools = pool.draw_others(called, question.content or "", num_others, rng, taken=conversation.tools)
     request = Conversation((question,), tuple(tools), f"no_call:{conversation.source}")
-    answer = Message("assistant", WRITER.decline(request, called, rng))
+    answer = Message("assistant", word_refusal(request.tools, called, rng))
     return replace(request, messages=(question, answer))
 
 

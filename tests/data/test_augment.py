@@ -20,7 +20,7 @@ from fctune.config.sections.data import ADDITIONS, AUGMENT_KINDS, CHANGES
 from fctune.data.augment import augmenter as augmenter_module
 from fctune.data.augment.augmenter import Form, check_counts, is_held_out
 from fctune.data.augment.spoken import take_out_item, take_out_value
-from fctune.data.augment.wordings import TemplateWriter, describe_ability
+from fctune.data.augment.wordings import describe_ability, word_question, word_refusal
 from fctune.data.check.warnings import iter_warnings
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.conversion import to_openai_row
@@ -517,16 +517,15 @@ def test_the_ability_of_a_tool_is_a_phrase(name: str, description: str, do: str 
 
 
 def test_there_are_dozens_of_wordings_and_each_names_what_is_missing() -> None:
-    rng, writer = random.Random(0), TemplateWriter()
+    rng = random.Random(0)
     tool, other = make_tool(0), make_tool(1)
-    request = Conversation((Message("user", "Paris?"),), (other,))
-    declined = {writer.decline(request, [tool], rng) for _ in range(3000)}
+    declined = {word_refusal([other], [tool], rng) for _ in range(3000)}
     assert len(declined) > 150
     assert all("weatheraaa" in text for text in declined)
-    asked = {writer.ask(request, tool, "city", rng) for _ in range(1000)}
+    asked = {word_question(tool, "city", rng) for _ in range(1000)}
     assert len(asked) > 25
     assert all("city" in text for text in asked)
-    unknown = {writer.decline(request, [], rng) for _ in range(1000)}
+    unknown = {word_refusal([other], [], rng) for _ in range(1000)}
     assert len(unknown) > 40
     assert all("{" not in text and "  " not in text for text in declined | asked | unknown)
     assert set(AUGMENT_KINDS) == {*CHANGES, *ADDITIONS}

@@ -36,7 +36,7 @@ from fctune.apps.generate.prompts import (
 from fctune.apps.generate.teacher import SERVER_FAILURES, Asker, Dropped, Usage
 from fctune.calls.formats.base import Parsed
 from fctune.calls.matching import call_key, describe_differences, is_exact_match
-from fctune.data.augment.wordings import TemplateWriter, describe_ability
+from fctune.data.augment.wordings import describe_ability, word_question, word_refusal
 from fctune.data.check.overlap import MIN_WORDS, OverlapIndex
 from fctune.data.check.similarity import WordHasher
 from fctune.data.conversation import Call, Conversation, Message, Tool, to_encodable
@@ -49,7 +49,6 @@ from fctune.engines.mcp_tools import McpTool, ToolError, call_mcp_tool
 from fctune.tasks.evaluation.held_out import read_questions
 
 _SEED_STEP = 7_919
-_TEMPLATES = TemplateWriter()
 _LISTINGS = 3
 _MAX_FIRST_CALLS = 3
 _MIN_REWORDED_WORDS = 5
@@ -299,11 +298,10 @@ class _Dialogue:
             return Parsed(tuple(intended))
         rng = random.Random(self._next_seed())
         if plan.kind == "no_tool":
-            return Parsed(
-                (), prose=_TEMPLATES.decline(self._row, [plan.hidden] if plan.hidden is not None else [], rng)
-            )
+            missing = [plan.hidden] if plan.hidden is not None else []
+            return Parsed((), prose=word_refusal(self._row.tools, missing, rng))
         if plan.kind == "missing_value" and not is_after_results:
-            return Parsed((), prose=_TEMPLATES.ask(self._row, plan.targets[0], str(plan.missing), rng))
+            return Parsed((), prose=word_question(plan.targets[0], str(plan.missing), rng))
         return None
 
     def _check(self, calls: Any) -> None:

@@ -18,7 +18,7 @@ from fctune.data.augment.spoken import (
     take_out_value,
 )
 from fctune.data.augment.tool_pool import ToolPool
-from fctune.data.augment.wordings import AnswerWriter, word_reply
+from fctune.data.augment.wordings import word_question, word_refusal, word_reply
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
 NO_CALLS = "no request that a call of a tool on offer answers"
@@ -74,20 +74,18 @@ def find_missing_tools(conversation: Conversation, turn: Turn, pool: ToolPool) -
     return tuple(tool for tool in conversation.tools if any(tool is n or pool.are_alike(tool, n) for n in turn.needed))
 
 
-def take_away(
-    conversation: Conversation, turn: Turn, missing: Sequence[Tool], writer: AnswerWriter, rng: random.Random
-) -> Conversation:
+def take_away(conversation: Conversation, turn: Turn, missing: Sequence[Tool], rng: random.Random) -> Conversation:
     """Return the request with the answer that something is missing.
 
     Args:
         conversation: The row, whose tools are those that remain on offer.
         turn: Its turn with calls.
         missing: The tools that the turn needs.
-        writer: Writes the answer.
         rng: Random generator.
     """
     before = replace(conversation, messages=conversation.messages[: turn.index])
-    answer = Message("assistant", writer.decline(before, missing, rng), weight=conversation.messages[turn.index].weight)
+    refusal = word_refusal(before.tools, missing, rng)
+    answer = Message("assistant", refusal, weight=conversation.messages[turn.index].weight)
     return replace(before, messages=(*before.messages, answer))
 
 
@@ -122,9 +120,7 @@ def find_askable(conversation: Conversation, turn: Turn) -> list[tuple[str, str]
     return found or "no required value that can be left out of the request"
 
 
-def ask(
-    conversation: Conversation, turn: Turn, parameter: str, remaining: str, writer: AnswerWriter, rng: random.Random
-) -> Conversation:
+def ask(conversation: Conversation, turn: Turn, parameter: str, remaining: str, rng: random.Random) -> Conversation:
     """Return the request without a value, with the question for it; in half of the cases the user then gives it.
 
     Args:
@@ -132,14 +128,13 @@ def ask(
         turn: Its turn, with one call.
         parameter: The argument that is left out.
         remaining: The request without it.
-        writer: Writes the question.
         rng: Random generator.
     """
     messages = conversation.messages
     answer = messages[turn.index]
     request = replace(messages[turn.index - 1], content=remaining)
     before = replace(conversation, messages=(*messages[: turn.index - 1], request))
-    question = writer.ask(before, turn.needed[0], parameter, rng)
+    question = word_question(turn.needed[0], parameter, rng)
     asked = (*before.messages, Message("assistant", question, weight=answer.weight))
     if rng.random() < _RESTORED_SHARE:
         value = answer.calls[0].arguments[parameter]

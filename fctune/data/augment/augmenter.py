@@ -29,7 +29,6 @@ from fctune.data.augment.added_rows import (
 )
 from fctune.data.augment.rewriting import NameMask, draw_mask, order_arguments, paraphrase_schema, shuffle_tools
 from fctune.data.augment.tool_pool import ToolPool
-from fctune.data.augment.wordings import AnswerWriter, TemplateWriter
 from fctune.data.check.warnings import iter_warnings
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.sources import ParsedRow, RowReader, UnreadRow
@@ -122,14 +121,12 @@ class Augmenter:
     Args:
         config: Kinds, their shares and the seed.
         pool: Tools, values and requests of other rows.
-        writer: Writes the answers of added rows; None writes them from templates.
     """
 
-    def __init__(self, config: AugmentConfig, pool: ToolPool, writer: AnswerWriter | None = None):
+    def __init__(self, config: AugmentConfig, pool: ToolPool):
         self.config = config
         self.shares = config.shares()
         self.pool = pool
-        self.writer = writer or TemplateWriter()
         self.counts = new_counts(self.shares)
 
     def expand(self, parsed: ParsedRow, group: str = "") -> list[Form]:
@@ -208,7 +205,7 @@ class Augmenter:
                 askable = find_askable(row, turn)
                 if self.choose(kind, digest, askable if isinstance(askable, str) else None):
                     parameter, remaining = rng.choice(askable)
-                    yield _Added(kind, ask(row, turn, parameter, remaining, self.writer, rng))
+                    yield _Added(kind, ask(row, turn, parameter, remaining, rng))
             else:
                 one_only = parsed.raw.get("parallel_tool_calls") is False
                 repetition = "only one call at a time allowed" if one_only else find_repetition(row, turn, self.pool)
@@ -269,7 +266,7 @@ class _Plan:
             left = tuple(pool.draw_others(needed, text, rng.choice((1, 1, 2, 3)), rng, self.group, self._tools))
             if not left:
                 return None
-        made = take_away(replace(row, tools=left), self.turn, needed, self.augmenter.writer, rng)
+        made = take_away(replace(row, tools=left), self.turn, needed, rng)
         return _Added("take_away", made, frozenset(tool.name for tool in missing))
 
     def draw_changes(self, messages: list[Message]) -> tuple[str, ...]:
@@ -355,22 +352,19 @@ def is_held_out(split: int, share: float) -> bool:
     return split >> 32 < share * 2**32
 
 
-def make_augmenter(
-    config: AugmentConfig, rows: Iterable[tuple[str, ParsedRow]], writer: AnswerWriter | None = None
-) -> Augmenter:
+def make_augmenter(config: AugmentConfig, rows: Iterable[tuple[str, ParsedRow]]) -> Augmenter:
     """Return an augmenter that knows the tools of rows.
 
     Args:
         config: Kinds, their shares and the seed.
         rows: Rows that are trained on, with their groups; read only if a kind needs other rows.
-        writer: Writes the answers of added rows; None writes them from templates.
     """
     pool = ToolPool()
     if not config.shares().keys().isdisjoint(_NEED_OTHER_ROWS):
         for group, parsed in rows:
             if parsed.mark is None:
                 pool.add(parsed.conversation, group)
-    return Augmenter(config, pool, writer)
+    return Augmenter(config, pool)
 
 
 def new_counts(shares: Mapping[str, float]) -> AugmentCounts:

@@ -1,8 +1,7 @@
 """Answers that call nothing: a refusal that names the missing ability, and a question for a missing value.
 
 One wording teaches a model to refuse in that wording whatever looks unfamiliar, so there are dozens of different
-structure, and each says what is missing. They are filled from the tools' own descriptions. ``TemplateWriter`` writes
-them; anything else that is an ``AnswerWriter``, such as a teacher model, can take its place.
+structure, and each says what is missing. They are filled from the tools' own descriptions.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from fctune.data.augment.spoken import join_words, list_properties, say_name, say_value, split_words
-from fctune.data.conversation import Conversation, Tool
+from fctune.data.conversation import Tool
 
 MAX_WORDS = 14
 """Words of a description's sentence that fit into another one."""
@@ -254,59 +253,43 @@ _REPLIES = (
 )
 
 
-class AnswerWriter(Protocol):
-    """Writes the answers of added rows."""
+def word_refusal(offered: Sequence[Tool], missing: Sequence[Tool], rng: random.Random) -> str:
+    """Return the answer to a request for which the tools on offer are not enough; it names what is missing.
 
-    def decline(self, request: Conversation, missing: Sequence[Tool], rng: random.Random) -> str:
-        """Return the answer to a request for which the tools on offer are not enough.
+    Args:
+        offered: The tools on offer.
+        missing: The tools that the request needs; empty if they are not known.
+        rng: Random generator.
+    """
+    abilities = [describe_ability(tool) for tool in missing]
+    does = [one.do for one in abilities if one.do is not None]
+    offers = [one.do for one in map(describe_ability, offered) if one.do is not None]
+    offer = rng.choice(offers) if offers and rng.random() < 0.25 else None
+    templates: tuple[str, ...]
+    if not abilities:
+        templates = _DECLINES_PLAIN if offer is None else _DECLINES_PLAIN_WITH_OFFER
+    elif len(does) < len(abilities) or rng.random() < 0.15:
+        templates = _DECLINES_BY_TOPIC
+    else:
+        templates = _DECLINES if offer is None else _DECLINES_WITH_OFFER
+    topic = join_words([one.topic for one in abilities] or [""], "or")
+    text = rng.choice(templates).format(do=join_words(does or [""], "or"), topic=topic, offer=offer)
+    return text + rng.choice(_CLOSERS)
 
-        Args:
-            request: The messages up to the request, with the tools on offer.
-            missing: The tools that the request needs; empty if they are not known.
-            rng: Random generator.
-        """
 
-    def ask(self, request: Conversation, tool: Tool, parameter: str, rng: random.Random) -> str:
-        """Return the question for a value that the request lacks.
+def word_question(tool: Tool, parameter: str, rng: random.Random) -> str:
+    """Return the question for a required value that the request lacks.
 
-        Args:
-            request: The messages up to the request, with the tools on offer.
-            tool: The tool that requires the value.
-            parameter: The name of its parameter.
-            rng: Random generator.
-        """
-
-
-class TemplateWriter:
-    """Writes answers from templates, filled with what the tools' descriptions say."""
-
-    def decline(self, request: Conversation, missing: Sequence[Tool], rng: random.Random) -> str:
-        """Return a refusal that names what is missing."""
-        abilities = [describe_ability(tool) for tool in missing]
-        does = [one.do for one in abilities if one.do is not None]
-        offers = [one.do for one in map(describe_ability, request.tools) if one.do is not None]
-        offer = rng.choice(offers) if offers and rng.random() < 0.25 else None
-        templates: tuple[str, ...]
-        if not abilities:
-            templates = _DECLINES_PLAIN if offer is None else _DECLINES_PLAIN_WITH_OFFER
-        elif len(does) < len(abilities) or rng.random() < 0.15:
-            templates = _DECLINES_BY_TOPIC
-        else:
-            templates = _DECLINES if offer is None else _DECLINES_WITH_OFFER
-        topic = join_words([one.topic for one in abilities] or [""], "or")
-        text = rng.choice(templates).format(do=join_words(does or [""], "or"), topic=topic, offer=offer)
-        return text + rng.choice(_CLOSERS)
-
-    def ask(self, request: Conversation, tool: Tool, parameter: str, rng: random.Random) -> str:
-        """Return a question that names the parameter, or says what its description does."""
-        description = list_properties(tool).get(parameter, {}).get("description")
-        what = first_sentence(description) if isinstance(description, str) else ""
-        do = describe_ability(tool).do
-        is_phrase = what.lower().startswith(("the ", "a ", "an ", "your ")) and len(what.split()) <= MAX_WORDS
-        if is_phrase and rng.random() < 0.3:
-            return rng.choice(_QUESTIONS_BY_DESCRIPTION).format(what=lower_first(what))
-        templates = _QUESTIONS_WITH_ABILITY if do is not None and rng.random() < 0.3 else _QUESTIONS
-        return rng.choice(templates).format(param=say_name(parameter), do=do)
+    It names the tool's parameter, or says what its description does.
+    """
+    description = list_properties(tool).get(parameter, {}).get("description")
+    what = first_sentence(description) if isinstance(description, str) else ""
+    do = describe_ability(tool).do
+    is_phrase = what.lower().startswith(("the ", "a ", "an ", "your ")) and len(what.split()) <= MAX_WORDS
+    if is_phrase and rng.random() < 0.3:
+        return rng.choice(_QUESTIONS_BY_DESCRIPTION).format(what=lower_first(what))
+    templates = _QUESTIONS_WITH_ABILITY if do is not None and rng.random() < 0.3 else _QUESTIONS
+    return rng.choice(templates).format(param=say_name(parameter), do=do)
 
 
 def word_reply(parameter: str, value: object, rng: random.Random) -> str:
