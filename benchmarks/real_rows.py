@@ -77,7 +77,6 @@ class Split(NamedTuple):
     train: list[Conversation]
     validation: list[Conversation]
     test: list[Conversation]
-    held_tools: frozenset[str]
 
 
 def split_by_tools(rows: Sequence[Conversation], num_validation: int, num_test: int) -> Split:
@@ -99,7 +98,7 @@ def split_by_tools(rows: Sequence[Conversation], num_validation: int, num_test: 
     questions = {_question(row) for row in (*test, *validation)}
     train = [row for row in order if not held & _called(row) and _question(row) not in questions]
     train = [replace(row, tools=tuple(tool for tool in row.tools if tool.name not in held)) for row in train]
-    return Split(train, validation, test, held)
+    return Split(train, validation, test)
 
 
 def to_cases(rows: Sequence[Conversation], kind: str) -> list[dict[str, Any]]:
@@ -266,9 +265,9 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
-def make_no_call_cases(rows: Sequence[Conversation], others: Sequence[Tool], seed: int = 0) -> list[Conversation]:
+def make_no_call_cases(rows: Sequence[Conversation], others: Sequence[Tool]) -> list[Conversation]:
     """Return the questions of rows with one to four tools of other rows, which cannot answer them."""
-    rng = random.Random(f"no-call cases:{seed}")
+    rng = random.Random("no-call cases:0")
     pool = ToolPool()
     pool.add(Conversation((), tuple(others)))
     made = [take_tools_away(row, pool, rng) for row in rows]

@@ -40,9 +40,7 @@ class DeviceReading:
     name: str
     utilization: float | None  # share of the last sample period in which a kernel ran
     memory_used_bytes: int | None
-    memory_total_bytes: int | None
     power_w: float | None
-    power_limit_w: float | None
     temperature_c: float | None
     sm_clock_mhz: float | None
     throttle_reasons: int | None  # NVML bit mask, 0 for none
@@ -63,9 +61,7 @@ def read_device(index: int) -> DeviceReading | None:
         name=str(_query(lambda: nvml.nvmlDeviceGetName(handle))),
         utilization=None if rates is None else rates.gpu / 100,
         memory_used_bytes=None if memory is None else int(memory.used),
-        memory_total_bytes=None if memory is None else int(memory.total),
         power_w=_scaled(_query(lambda: nvml.nvmlDeviceGetPowerUsage(handle)), 1000),
-        power_limit_w=_scaled(_query(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle)), 1000),
         temperature_c=_scaled(_query(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)), 1),
         sm_clock_mhz=_scaled(_query(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)), 1),
         throttle_reasons=_query(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))),

@@ -10,7 +10,7 @@ import pytest
 
 from fctune.runs.device import DeviceReading, DeviceSampler, DeviceUsage, lookup_peak_tflops, read_device
 
-READING = DeviceReading("a GPU", 0.5, 1, 2, 300.0, 700.0, 60.0, 1980.0, 0, 0)
+READING = DeviceReading("a GPU", 0.5, 1, 300.0, 60.0, 1980.0, 0, 0)
 
 
 def wait_until(is_done: threading.Event) -> None:

@@ -56,7 +56,6 @@ class ToolPool:
     def __init__(self) -> None:
         self.tools: list[Tool] = []
         self._numbers: dict[str, int] = {}  # by the tool's JSON
-        self._by_name: dict[str, int] = {}
         self._by_group: dict[str, list[int]] = defaultdict(list)
         self._members: set[tuple[str, int]] = set()
         self._by_word: dict[str, list[int]] = defaultdict(list)
@@ -94,10 +93,6 @@ class ToolPool:
             known_requests = self._requests[by_name[request[0]]]
             if len(known_requests) < _MAX_REQUESTS and request[1] not in known_requests:
                 known_requests.append(request[1])
-
-    def find(self, name: str) -> Tool | None:
-        """Return the first tool of a name."""
-        return self.tools[self._by_name[name]] if name in self._by_name else None
 
     def has_others(self, tools: Sequence[Tool], group: str = "") -> bool:
         """Return True if a group has tools of other names."""
@@ -193,7 +188,6 @@ class ToolPool:
             return None
         number = self._numbers[text] = len(self.tools)
         self.tools.append(tool)
-        self._by_name.setdefault(tool.name, number)
         self._words.append(_list_words(tool))
         self._num_tools.update(self._words[-1].all)
         for word in sorted(self._words[-1].telling):
