@@ -18,18 +18,17 @@ _CHUNK_BYTES = 16 * 1024 * 1024
 
 
 @contextmanager
-def open_atomically(path: Path, errors: str = "strict") -> Iterator[IO[str]]:
+def open_atomically(path: Path) -> Iterator[IO[str]]:
     """Open a text file (UTF-8) that replaces ``path`` when the block ends, or vanishes if the block raises.
 
     Concurrent writers do not interfere: the last one to finish wins. Readers see the old file or the new one.
 
     Args:
         path: File to create or replace; its directory must exist.
-        errors: Handler for text that UTF-8 cannot encode, as in ``open``.
     """
     partial = _partial_name(path)
     try:
-        with open(partial, "w", encoding="utf-8", errors=errors) as file:
+        with open(partial, "w", encoding="utf-8") as file:
             yield file
         partial.replace(path)
     finally:

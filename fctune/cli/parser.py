@@ -145,7 +145,7 @@ def resolve_config_arguments(arguments: argparse.Namespace, rest: Sequence[str],
         arguments.command_parser.error("the following arguments are required: CONFIG")
     if arguments.data and not files:
         arguments.command_parser.error("argument --data: expected at least one FILE")
-    sources = [f"data.sources={dump_yaml([{'path': path} for path in files], is_inline=True)}"] if files else []
+    sources = [f"data.sources={dump_yaml([{'path': path} for path in files])}"] if files else []
     arguments.overrides = [*sources, *overrides]
     if (local := find_local_copy(arguments.config)) is not None:
         print(f"{arguments.config}: using {local} in this directory, not the shipped config", file=sys.stderr)

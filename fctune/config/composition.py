@@ -137,4 +137,4 @@ def _render_list(values: list[Any], where: Key, composition: Composition) -> Ite
 
 
 def _dump_inline(value: Any) -> str:
-    return dump_yaml(value, is_inline=True)
+    return dump_yaml(value)

@@ -114,9 +114,7 @@ def parse_yaml(text: str) -> Any:
         loader.dispose()
 
 
-def dump_yaml(value: Any, is_inline: bool = False) -> str:
-    """Write plain values as YAML that ``parse_yaml`` reads back; ``is_inline``: on one line, without a line break."""
-    text = yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=is_inline or None
-    )
-    return text.removesuffix("\n...\n").removesuffix("\n") if is_inline else text
+def dump_yaml(value: Any) -> str:
+    """Write plain values as one line of YAML, without a line break, that ``parse_yaml`` reads back."""
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=True)
+    return text.removesuffix("\n...\n").removesuffix("\n")

@@ -153,16 +153,15 @@ def fetch_mcp_tools(url: str, token: str | None = None, limits: McpLimits | None
     )
 
 
-def call_mcp_tool(tool: McpTool, call: Call, limits: McpLimits | None = None) -> str:
+def call_mcp_tool(tool: McpTool, call: Call) -> str:
     """Call a read-only tool, and return its result as text.
 
     Args:
         tool: Where the tool is.
         call: Its name and arguments.
-        limits: Limits of all answers together; None: 30 s and 16 MiB.
 
     Raises:
-        ToolError: The server cannot be used, exceeds a limit, or reports an error.
+        ToolError: The server cannot be used, takes over 30 s or sends over 16 MiB, or reports an error.
     """
     assert tool.is_read_only, "only tools that change nothing are called"
 
@@ -176,7 +175,7 @@ def call_mcp_tool(tool: McpTool, call: Call, limits: McpLimits | None = None) ->
             raise ToolError(f"{call.name}: {one_line(text, 200) or 'its result has no text'}")
         return text
 
-    text, reason = _ask(tool.url, tool.token, _Budget(limits or McpLimits()), run)
+    text, reason = _ask(tool.url, tool.token, _Budget(McpLimits()), run)
     if text is None:
         raise ToolError(f"{tool.url}: {reason}")
     return text

@@ -177,9 +177,9 @@ class ServerEngine:
         try:
             if self._is_streamed:
                 sent |= {"stream": True, "stream_options": {"include_usage": True}}
-                answer = self._client.post_stream("/chat/completions", sent, lambda events: read_chat_events(events, 0))
+                answer = self._client.post_stream("/chat/completions", sent, read_chat_events)
             else:
-                answer = self._client.post("/chat/completions", sent, lambda body: read_chat_answer(body, 0, limits))
+                answer = self._client.post("/chat/completions", sent, lambda body: read_chat_answer(body, limits))
         except RequestError as error:
             if prompt.schema is not None and error.status in (400, 422):
                 # A server without constrained decoding, or one that cannot compile this schema.

@@ -82,8 +82,8 @@ def read_completion(body: Any, prompt: Sequence[int], limits: TokenLimits) -> tu
     return tokens, reason == "length"
 
 
-def read_chat_answer(body: Any, index: int, limits: TokenLimits | None = None) -> Answer:
-    """Return the answer in a chat completion's body, with its tokens if their limits are given.
+def read_chat_answer(body: Any, limits: TokenLimits | None = None) -> Answer:
+    """Return the answer, of index 0, in a chat completion's body, with its tokens if their limits are given.
 
     Raises:
         UnusableAnswer: Its message has another form, or its tokens are missing or impossible.
@@ -109,7 +109,7 @@ def read_chat_answer(body: Any, index: int, limits: TokenLimits | None = None) -
         tokens = _check_tokens(body.get("prompt_token_ids"), choice.get("token_ids"), pairs, limits)
     num_tokens, num_prompt_tokens = usage.get("completion_tokens"), usage.get("prompt_tokens")
     return Answer(
-        index,
+        0,
         content or "",
         choice.get("finish_reason") == "length",
         sent,
@@ -121,8 +121,8 @@ def read_chat_answer(body: Any, index: int, limits: TokenLimits | None = None) -
     )
 
 
-def read_chat_events(events: Iterator[Any], index: int) -> Answer:
-    """Return the answer of a streamed chat completion, as a client puts its pieces together.
+def read_chat_events(events: Iterator[Any]) -> Answer:
+    """Return the answer, of index 0, of a streamed chat completion, as a client puts its pieces together.
 
     Raises:
         UnusableAnswer: The stream broke off, or has events of another form.
@@ -147,7 +147,7 @@ def read_chat_events(events: Iterator[Any], index: int) -> Answer:
     if not is_complete and finish_reason is None:
         raise UnusableAnswer("unfinished", "the stream ended before its [DONE]")
     message = {**texts, "tool_calls": [calls[position] for position in sorted(calls)]}
-    return read_chat_answer({"choices": [{"message": message, "finish_reason": finish_reason}], "usage": usage}, index)
+    return read_chat_answer({"choices": [{"message": message, "finish_reason": finish_reason}], "usage": usage})
 
 
 def _add_call_pieces(calls: dict[int, dict[str, Any]], pieces: Any) -> None:

@@ -45,14 +45,14 @@ def row_key(seed: int, step: int, row: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def channel_keys(name: str, size: int, device: torch.device | None = None) -> Tensor:
+def channel_keys(name: str, size: int) -> Tensor:
     """Return keys of an input's channels, int32 ``[size]``, so that inputs of different names drop independently.
 
     Modules must store them as a buffer: computed in the forward, compilation for the CPU turns the index times a 63-bit
     constant into a loop variable, whose overflow is undefined in C++, and the loop may never end.
     """
     salt = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) >> 1
-    return _high_half(_mix(torch.arange(size, device=device) * _GOLDEN + salt))
+    return _high_half(_mix(torch.arange(size) * _GOLDEN + salt))
 
 
 def mix_keys(numbers: Tensor) -> Tensor:

@@ -70,13 +70,13 @@ class RecordedTasks(TaskSet):
         return {"solved": float(share == 1.0), "progress": share}
 
 
-def read_recorded(path: str, row_format: str = "auto") -> Iterator[Conversation]:
+def read_recorded(path: str) -> Iterator[Conversation]:
     """Yield the conversations of a source, as ``fctune.data.sources.read_source`` takes it.
 
     Raises:
         DataError: The source, or one of its rows, cannot be read.
     """
-    for parsed in parse_source(path, row_format):
+    for parsed in parse_source(path):
         if isinstance(parsed, Defect):
             raise DataError(f"{parsed}. Fix the row or remove it.")
         yield parsed.conversation

@@ -264,4 +264,4 @@ class Study:
 
 def to_overrides(settings: Settings) -> list[str]:
     """Return settings as ``key=value`` overrides."""
-    return [f"{key}={dump_yaml(value, is_inline=True)}" for key, value in settings.items()]
+    return [f"{key}={dump_yaml(value)}" for key, value in settings.items()]

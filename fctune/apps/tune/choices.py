@@ -97,7 +97,7 @@ class Draft:
         """Set a dotted key, unless the user gave it or a part of it, or the key that takes its place."""
         if self.is_given(key) or (key in _ALTERNATIVES and self.is_given(_ALTERNATIVES[key])):
             return
-        self.composition.apply_overrides([f"{key}={dump_yaml(value, is_inline=True)}"], self._problems, reason)
+        self.composition.apply_overrides([f"{key}={dump_yaml(value)}"], self._problems, reason)
 
     def drop(self, key: str) -> None:
         """Remove a top-level section, unless the user gave a part of it."""
@@ -130,7 +130,7 @@ class Draft:
     def list_choices(self) -> list[tuple[str, str, str]]:
         """Return key, value and reason of what was chosen or given, without what a shipped config says."""
         return [
-            (".".join(map(str, path)), dump_yaml(value, is_inline=True).strip(), origin)
+            (".".join(map(str, path)), dump_yaml(value).strip(), origin)
             for path, value in _iter_values(self.values, ())
             if (origin := self.composition.origin_of(path)) is not None and not origin.endswith(".yaml")
         ]
@@ -339,8 +339,8 @@ def choose_shipped(model: str, architecture: Architecture) -> tuple[Shipped, str
     return nearest, f"as {nearest.name}.yaml, {relation} ({sizes})"
 
 
-def find_smaller(architecture: Architecture, machine: Machine, num_shown: int = 2) -> list[str]:
-    """Return the largest shipped models, smaller than this one, that a machine can train; its own family first."""
+def find_smaller(architecture: Architecture, machine: Machine) -> list[str]:
+    """Return the two largest shipped models, smaller than this one, that a machine can train; its own family first."""
     family, num_weights = _family(architecture), count_weights(architecture)
     smaller = [s for s in list_shipped() if s.num_weights < num_weights]
     rows = [SourceConfig(path="synthetic:train:1")]  # of the length in the config, whatever they are
@@ -353,7 +353,7 @@ def find_smaller(architecture: Architecture, machine: Machine, num_shown: int = 
         draft.choose("global_batch_size", machine.num_processes, "")
         if fit_config(draft, other, directory, machine) is not None:
             found.append(shipped.model)
-        if len(found) == num_shown:
+        if len(found) == 2:
             break
     return found
 

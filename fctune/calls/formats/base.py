@@ -169,9 +169,9 @@ class ParseState(ForwardSearch):
         self._num_rereads += 1
         return restart if self._num_rereads <= _MAX_REREADS else min(read_to, self.end)
 
-    def require_call(self, mark: str, start: int) -> None:
+    def require_call(self, mark: str) -> None:
         """Record the text from ``mark`` on as malformed if the mark occurs and nothing was found."""
-        if mark and not self.calls and not self.malformed and (opened := self.find(mark, start)) >= 0:
+        if mark and not self.calls and not self.malformed and (opened := self.find(mark, 0)) >= 0:
             self.add_malformed(opened, self.end, f"no call after {mark}")
 
     def skip(self, start: int, end: int) -> None:

@@ -100,7 +100,7 @@ def read_objects(
             state.add_malformed(found.start(), position, call)
         else:
             state.add_list_item(call, found.start(), position)
-    state.require_call(mark, 0)
+    state.require_call(mark)
 
 
 def find_mark(state: ParseState, mark: str, call_start: re.Pattern[str], read: Callable[[int], int]) -> int:

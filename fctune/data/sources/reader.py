@@ -85,7 +85,6 @@ def parse_source(
     path: str,
     row_format: str = "auto",
     columns: Columns | None = None,
-    keeps_questions: bool = False,
     fold: Fold = "auto",
     selection: Selection = DEFAULT_SELECTION,
     left_out: Counter[str] | None = None,
@@ -93,11 +92,10 @@ def parse_source(
 ) -> Iterator[ParsedRow | Defect]:
     """Yield rows as ``read_source`` does, with the locations of messages, warnings and notes on conversions.
 
-    With ``keeps_questions``, rows whose right answer is no call, and that have no text of it, are not defects. Rows
-    that are left out are not yielded; ``left_out`` counts them by kind, and is updated in place. Rows that have no
+    Rows that are left out are not yielded; ``left_out`` counts them by kind, and is updated in place. Rows that have no
     tools get ``tools``.
     """
-    reader = RowReader(row_format, columns, tools, keeps_questions, selection)
+    reader = RowReader(row_format, columns, tools, selection=selection)
     left_out = Counter() if left_out is None else left_out
     for row in scan_source(path, row_format, columns, fold, selection, tools):
         left_out.update(row.left_out or {})

@@ -102,10 +102,8 @@ def mcnemar_p(turned_right: int, turned_wrong: int) -> float:
     return min(1.0, share)
 
 
-def paired_difference_interval(
-    turned_right: int, turned_wrong: int, n: int, confidence: float = 0.95
-) -> tuple[float, float]:
-    """Return the score interval of the difference between two paired proportions; (-1, 1) if ``n`` is 0.
+def paired_difference_interval(turned_right: int, turned_wrong: int, n: int) -> tuple[float, float]:
+    """Return the 95% score interval of the difference between two paired proportions; (-1, 1) if ``n`` is 0.
 
     T. Tango, Equivalence test and confidence interval for the difference in proportions for the paired-sample design,
     Statistics in Medicine 17 (1998): the differences that a score test does not reject. Unlike Wald's interval, it
@@ -113,7 +111,7 @@ def paired_difference_interval(
     """
     if n == 0:
         return -1.0, 1.0
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(0.975)
     return (
         _solve(lambda difference: _score(turned_right, turned_wrong, n, difference) - z),
         _solve(lambda difference: _score(turned_right, turned_wrong, n, difference) + z),

@@ -51,7 +51,6 @@ class TaskOrder:
         categories: Category of each task; only needed with shares.
         shares: Share of each category among the prompts of a batch; categories without one share the rest by their
             numbers of tasks. None draws from all tasks alike.
-        where: Config key of the shares, for messages.
 
     Raises:
         ConfigError: A category does not exist, or the shares leave a part of a batch without tasks, or tasks without
@@ -64,14 +63,13 @@ class TaskOrder:
         seed: int,
         categories: Mapping[str, str] | None = None,
         shares: Mapping[str, float] | None = None,
-        where: str = "grpo.category_shares",
     ):
         self.seed, self.shares = seed, dict(sorted(shares.items())) if shares else None
         self._names: list[str | None] = [None]
         self._pools, self._parts = [list(ids)], [1.0]
         if shares:
             assert categories is not None, "shares need categories"
-            self._split(categories, shares, where)
+            self._split(categories, shares)
         self._shuffled: dict[int, tuple[int, np.ndarray]] = {}
 
     @property
@@ -118,8 +116,9 @@ class TaskOrder:
             known = self._shuffled[pool] = (epoch, shuffled(size, self.seed, epoch))
         return int(known[1][index])
 
-    def _split(self, categories: Mapping[str, str], shares: Mapping[str, float], where: str) -> None:
+    def _split(self, categories: Mapping[str, str], shares: Mapping[str, float]) -> None:
         """Make the pools of the shares."""
+        where = "grpo.category_shares"
         (ids,) = self._pools
         known = sorted({categories[one] for one in ids})
         for name in shares:

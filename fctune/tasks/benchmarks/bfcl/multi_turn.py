@@ -73,10 +73,7 @@ def load_simulators() -> SimulatedClasses:
 
 
 def check_multi_turn(
-    case: BfclCase,
-    turns: Sequence[Sequence[Sequence[Call]]],
-    classes: SimulatedClasses,
-    max_time_s: float = MAX_TIME_S,
+    case: BfclCase, turns: Sequence[Sequence[Sequence[Call]]], classes: SimulatedClasses
 ) -> BfclVerdict:
     """Return the benchmark's verdict on the calls of one multi-turn case.
 
@@ -84,15 +81,14 @@ def check_multi_turn(
         case: A case of a multi-turn category.
         turns: The model's calls: for each turn of the user its steps, for each step the calls of one answer.
         classes: The simulated classes, from ``load_simulators``.
-        max_time_s: CPU seconds that the calls may take.
     """
     if len(turns) != len(case.answers):
         return BfclVerdict(False, f"{format_count(len(turns), 'turn')} instead of {len(case.answers)}")
     try:
-        with _precision_restored(), _time_limit(max_time_s):
+        with _precision_restored(), _time_limit(MAX_TIME_S):
             return _check_turns(case, turns, classes)
     except _TimeLimitError:
-        return BfclVerdict(False, f"its calls take more than {max_time_s} s")
+        return BfclVerdict(False, f"its calls take more than {MAX_TIME_S} s")
     except RecursionError:
         return BfclVerdict(False, "its calls lead to a state that contains itself")
 
