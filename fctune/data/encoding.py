@@ -9,11 +9,13 @@ import itertools
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fctune.base.errors import DataError
 from fctune.config.intervals import format_count, format_share, parse_share
@@ -26,7 +28,6 @@ from fctune.data.augment.augmenter import (
     make_augmenter,
     new_counts,
 )
-from fctune.data.augment.replay import RowDraw, count_replayed, divide_by_weight
 from fctune.data.bounded_process import BoundedProcess, LimitError, ProcessDiedError, prepare_processes
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
@@ -226,6 +227,48 @@ def _chain_replayed(
             for part in encode(_divide(len(config.sources) + number, rows.draw(missing))):
                 missing -= part.counts.conversations
                 yield part
+
+
+def count_replayed(num_trained: int, share: float) -> int:
+    """Return the number of conversations that are a share of all, if the others are ``num_trained``."""
+    return max(1, round(num_trained * share / (1 - share))) if num_trained else 0
+
+
+def divide_by_weight(total: int, weights: Sequence[float]) -> list[int]:
+    """Divide a number of rows between sources in proportion to their weights; the parts add up to it."""
+    ends = [round(total * sum(weights[: number + 1]) / sum(weights)) for number in range(len(weights))]
+    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+class RowDraw:
+    """Draws the rows of a source in random order, each once, and scans the source for each draw.
+
+    Args:
+        scan: Yields the rows of the source, in the same order each time.
+        seed: Seed of the order.
+    """
+
+    def __init__(self, scan: Callable[[], Iterator[UnreadRow]], seed: int):
+        self._scan = scan
+        self.num_rows = sum(1 for _ in scan())
+        self._order = np.random.default_rng(seed).permutation(self.num_rows)
+        self._num_drawn = 0
+
+    def draw(self, count: int) -> Iterator[UnreadRow]:
+        """Yield the next ``count`` rows, or those that are left, in the order of the source."""
+        drawn = set(self._order[self._num_drawn : self._num_drawn + count].tolist())
+        self._num_drawn += len(drawn)
+        for number, row in enumerate(self._scan()):
+            if number in drawn:
+                drawn.remove(number)
+                yield row
+            if not drawn:
+                return
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if every row was drawn."""
+        return self._num_drawn >= self.num_rows
 
 
 @contextlib.contextmanager

@@ -20,13 +20,12 @@ from fctune.config.sections.data import ADDITIONS, AUGMENT_KINDS, AugmentConfig,
 from fctune.data import encoding
 from fctune.data.augment.augmented_file import augment_source
 from fctune.data.augment.augmenter import AugmentCounts, KindCounts, is_held_out
-from fctune.data.augment.replay import count_replayed, divide_by_weight
 from fctune.data.check import check_sources
 from fctune.data.chunk_encoder import KIND_BITS, Counts
 from fctune.data.conversation_encoder import ConversationEncoder
 from fctune.data.conversion import convert_source
 from fctune.data.data_size import find_prepared
-from fctune.data.encoding import encode_sources
+from fctune.data.encoding import count_replayed, divide_by_weight, encode_sources
 from fctune.data.prepared_set import PreparedSet, describe_counts, open_prepared, prepare
 from fctune.data.sources import ParsedRow, parse_source
 from fctune.tasks.evaluation.held_out import find_held_out_cases

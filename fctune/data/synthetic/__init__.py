@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from fctune.data.conversation import Conversation
-from fctune.data.synthetic.cases import Case, iter_held_out, iter_shuffled, iter_train
+from fctune.data.synthetic.cases import Case, iter_held_out, iter_reasoned, iter_shuffled, iter_train
 from fctune.data.synthetic.curriculum import iter_curriculum
-from fctune.data.synthetic.reasoned import iter_reasoned
 from fctune.data.synthetic.varied import iter_varied
 
 __all__ = ["Case", "Split", "iter_cases", "iter_conversations"]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError
 from fctune.models.architecture import ALL_LINEAR, EXPERT_ADAPTERS, ROUTER_ADAPTER, Architecture, Block, ExpertShape
-from fctune.models.transformers import peft_experts
 from fctune.models.transformers.model_config import DecoderConfig, read_full_config, read_text_config
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class TransformersArchitecture(DecoderConfig):
         stem, _, leaf = self.to_hf_name(name).rpartition(".")
         if (expert := self._find_expert(name)) is not None:
             chosen = [other for other in self.expert_names if other in self.resolve_adapter_modules(modules)]
-            owner, leaf = peft_experts.name_module(stem, expert, chosen), peft_experts.swap_leaf(leaf, expert)
+            owner, leaf = _name_peft_module(stem, expert, chosen), _swap_leaf(leaf, expert)
             return f"base_model.model.{to_loaded_name(self, owner)}.{_PEFT_LEAVES[leaf]}"
         stem = stem.removesuffix(f".{ROUTER_ADAPTER}")
         return f"base_model.model.{to_loaded_name(self, stem)}.{_PEFT_LEAVES[leaf]}"
@@ -101,12 +100,12 @@ class TransformersArchitecture(DecoderConfig):
     def to_peft_layout(self, name: str, tensor: Tensor) -> Tensor:
         """Join the adapters of all experts to two matrices, as PEFT does; other adapters are stored as they are."""
         expert = self._find_expert(name)
-        return tensor if expert is None else peft_experts.join(name.rpartition(".")[2], tensor, expert)
+        return tensor if expert is None else _join_experts(name.rpartition(".")[2], tensor, expert)
 
     def from_peft_layout(self, name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         """Split the adapters of the experts again; the inverse of ``to_peft_layout``."""
         expert = self._find_expert(name)
-        return tensor if expert is None else peft_experts.split(name.rpartition(".")[2], tensor, expert, shape[0])
+        return tensor if expert is None else _split_experts(name.rpartition(".")[2], tensor, expert, shape[0])
 
     def _find_expert(self, name: str) -> ExpertShape | None:
         """Return the weight that an adapter parameter of experts belongs to; None for other names."""
@@ -195,3 +194,45 @@ def _values(config: Any, key: str) -> list[int]:
     except Exception:  # transformers raises one of its own for keys that depend on the layer
         found = [getattr(layer, key, None) for layer in config.per_layer_config]
     return [value for value in found if isinstance(value, int) and value > 0]
+
+
+# PEFT's form of adapters on experts: ``target_parameters`` of PEFT 0.18. It joins the adapters of all experts to two
+# matrices. It takes the second dim of a weight for its input, whichever it is, so that for weights stored as
+# ``[experts, out, in]`` its A is our B, transposed. Later versions differ in this.
+_SWAPPED = {"lora_a": "lora_b", "lora_b": "lora_a"}
+
+
+def _name_peft_module(stem: str, expert: ExpertShape, chosen: Sequence[str]) -> str:
+    """Return the path of PEFT's module for a weight of experts.
+
+    PEFT wraps the module that holds the experts once for each of its weights that has an adapter, in their order.
+
+    Args:
+        stem: Path of our adapter.
+        expert: The weight.
+        chosen: Names of all weights of experts that have an adapter, in the order of computation.
+    """
+    owner = stem.rpartition(f".{EXPERT_ADAPTERS}.")[0]
+    return owner + ".base_layer" * (len(chosen) - 1 - list(chosen).index(expert.name))
+
+
+def _swap_leaf(leaf: str, expert: ExpertShape) -> str:
+    """Return which of our matrices, ``lora_a`` or ``lora_b``, PEFT would call what ``leaf`` is."""
+    return leaf if expert.is_transposed else _SWAPPED[leaf]
+
+
+def _join_experts(leaf: str, tensor: Tensor, expert: ExpertShape) -> Tensor:
+    """Return PEFT's matrix for an adapter's ``lora_a [experts, rank, in]`` or ``lora_b [experts, out, rank]``."""
+    by_rank = tensor if leaf == "lora_a" else tensor.transpose(1, 2)  # [experts, rank, size]
+    if _swap_leaf(leaf, expert) == "lora_a":
+        return by_rank.flatten(0, 1)  # A: rows of the first expert first
+    return by_rank.permute(2, 1, 0).flatten(1)  # B: columns of the first rank first
+
+
+def _split_experts(leaf: str, tensor: Tensor, expert: ExpertShape, num_experts: int) -> Tensor:
+    """Return an adapter's ``lora_a`` or ``lora_b`` from PEFT's matrix; the inverse of ``_join_experts``."""
+    if _swap_leaf(leaf, expert) == "lora_a":
+        by_rank = tensor.view(num_experts, -1, tensor.shape[1])
+    else:
+        by_rank = tensor.view(len(tensor), -1, num_experts).permute(2, 1, 0)
+    return by_rank if leaf == "lora_a" else by_rank.transpose(1, 2)
