@@ -252,6 +252,12 @@ def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
+def suggest_in_brackets(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean ...?)`` if a known name is close, else an empty string."""
+    near = _find_near(word, known)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def suggest_hub_name(path: str, otherwise: str = "") -> str:
     """Return ``; did you mean hf:OWNER/NAME?`` if a path that does not exist has the form of a name on the hub.
 

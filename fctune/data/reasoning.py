@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fctune.base.errors import ConfigError, DataError
+from fctune.config.parsing import suggest
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tracing import IN_CONTENT, TracedTemplate
 
@@ -81,9 +81,8 @@ class ReasoningSupport:
                 raise ConfigError(f"template_args sets {name}, {self._describe_unread(name)}.")
 
     def _describe_unread(self, name: str) -> str:
-        near = difflib.get_close_matches(name, self.variables, n=1, cutoff=0.6)
-        hint = f"; did you mean {near[0]}?" if near else ""
         known = ", ".join(self.variables) or "none"
+        hint = suggest(name, self.variables)
         return f"a switch that the chat template does not read{hint} (it reads: {known})"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from fctune.base.errors import ConfigError
 from fctune.config.intervals import format_count
+from fctune.config.parsing import suggest
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.data.prepared_set import PreparedSet, list_tokens
 from fctune.models.architecture import Architecture
@@ -102,8 +102,7 @@ def find_token_ids(names: Sequence[str], model_dir: Path, architecture: Architec
     for name in names:
         token = tokenizer.token_to_id(name)
         if token is None:
-            near = difflib.get_close_matches(name, tokenizer.get_vocab(), n=1, cutoff=0.6)
-            hint = f"; did you mean {near[0]}?" if near else "."
+            hint = suggest(name, tokenizer.get_vocab()) or "."
             problems.append(
                 f"adapter.train_tokens: {name!r} is not a token of {model_dir}{hint} model.add_tokens adds new ones."
             )

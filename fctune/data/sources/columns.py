@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from fctune.base.errors import DataError
+from fctune.config.parsing import suggest, suggest_in_brackets
 from fctune.data.conversation import Conversation
 from fctune.data.sources.defects import RowError
 
@@ -75,8 +75,7 @@ def check_columns(columns: Columns, known: Iterable[str], where: str) -> None:
         if name == IGNORE:
             continue
         if name not in names:
-            close = get_close_matches(name, [*names, IGNORE], 1)
-            hint = f"; did you mean {close[0]}?" if close else f". Expected {IGNORE}, or one of {', '.join(names)}."
+            hint = suggest(name, [*names, IGNORE]) or f". Expected {IGNORE}, or one of {', '.join(names)}."
             raise DataError(f"{where}: columns: {own}={name}: no row format reads a column {name}{hint}")
         if name in sources:
             raise DataError(f"{where}: columns: {sources[name]} and {own} are both mapped to {name}; map one of them.")
@@ -92,12 +91,9 @@ def describe_missing(missing: Iterable[str], columns: Iterable[str], where: str 
         where: What has been searched.
     """
     present = list(map(str, columns))
-    described = []
-    for name in missing:
-        close = get_close_matches(name, present, 1)
-        described.append(f"{name} (did you mean {close[0]}?)" if close else name)
+    described = ", ".join(name + suggest_in_brackets(name, present) for name in missing)
     listed = ", ".join(present[:12]) or "none"
-    return f"columns maps {', '.join(described)}, which {where} has. Columns found: {listed}."
+    return f"columns maps {described}, which {where} has. Columns found: {listed}."
 
 
 def is_harmless(name: str) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 from fctune.base.errors import DataError
 from fctune.config.conditions import COUNTS, Condition
 from fctune.config.intervals import format_count
+from fctune.config.parsing import suggest_in_brackets
 from fctune.config.sections.data import Fold
 from fctune.data.conversation import Tool
 from fctune.data.sources.columns import Columns
@@ -94,18 +94,15 @@ class _Found:
             return f"{condition}: met by {format_count(self._num_met, 'row')}."
         if not self._values and condition.name != "tool":
             keys = list(map(str, self._keys))
-            return f"{condition.name}: no such column or key{_suggest(condition.name, keys)}; there are {_list(keys)}."
+            near = suggest_in_brackets(condition.name, keys)
+            return f"{condition.name}: no such column or key{near}; there are {_list(keys)}."
         values = [value for value, _ in self._values.most_common() if len(value) <= _MAX_LENGTH]
         if condition.name in COUNTS or isinstance(condition.value, float):
             numbers = sorted(float(value) for value in values if value.replace(".", "", 1).lstrip("-").isdecimal())
             return f"{condition}: met by no row; values are {numbers[0]:g} to {numbers[-1]:g}." if numbers else ""
         what = "tools that are called" if condition.name == "tool" else "values"
-        return f"{condition}: met by no row{_suggest(str(condition.value), values)}; {what}: {_list(values)}."
-
-
-def _suggest(name: str, known: Sequence[str]) -> str:
-    close = get_close_matches(name, known, 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+        near = suggest_in_brackets(str(condition.value), values)
+        return f"{condition}: met by no row{near}; {what}: {_list(values)}."
 
 
 def _list(names: Sequence[str]) -> str:
