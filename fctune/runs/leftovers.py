@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -85,11 +85,7 @@ def is_live(folder: Path, now: float) -> bool:
 
 def count_bytes(folder: Path) -> int:
     """Return the bytes of all files below a directory, without following links."""
-    return sum(path.lstat().st_size for path in _iter_files(folder))
-
-
-def _iter_files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def _last_written(folder: Path) -> float:

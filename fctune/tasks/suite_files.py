@@ -162,7 +162,8 @@ def make_cases(path: Path, rows: Iterable[tuple[str, int, Any]]) -> list[Case]:
             cases.append(_read_case(row, where, number, context))
         except RowError as error:
             problems.append(f"{where}: {error.pointer + ': ' if error.pointer else ''}{error.reason}")
-    problems += [f"{path}: {n} cases have the id {i!r}; ids must be unique" for i, n in _repeated_ids(cases)]
+    counts = Counter(case.id for case in cases)
+    problems += [f"{path}: {n} cases have the id {i!r}; ids must be unique" for i, n in counts.items() if n > 1]
     check_rows(path, "case", len(cases), problems)
     return cases
 
@@ -233,7 +234,3 @@ def _read_case(row: Any, where: str, number: int, context: ReadContext) -> Case:
         prompt=replace(conversation, messages=tuple(prompt), source=where),
         expected=last.calls,
     )
-
-
-def _repeated_ids(cases: list[Case]) -> list[tuple[str, int]]:
-    return [(i, n) for i, n in Counter(case.id for case in cases).items() if n > 1]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from torch._functorch import config as functorch
+from torch.optim.lr_scheduler import LambdaLR
 
 from fctune.base import distributed
 from fctune.base.distributed import World
@@ -25,10 +27,10 @@ from fctune.checkpoint.saver import Guard, first_write_limit, no_guard
 from fctune.checkpoint.state import TrainState
 from fctune.config.cache import prepared_root
 from fctune.config.components import resolve_component
-from fctune.config.intervals import format_count
+from fctune.config.intervals import format_count, parse_interval
 from fctune.config.loading import read_environment
 from fctune.config.run_length import RunLength, find_length_warnings
-from fctune.config.schema import RunConfig
+from fctune.config.schema import LRSchedulerConfig, RunConfig
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.telemetry import TelemetryConfig, WandbConfig
 from fctune.data.chosen_template import ChosenTemplate
@@ -69,7 +71,6 @@ from fctune.runs.metrics import GIB, active_memory_gib
 from fctune.runs.services import PrometheusSink, TensorBoardSink, WandbSink
 from fctune.runs.sinks import AlertMonitor, BackgroundSink, ConsoleSink, JsonlSink, SinkGroup
 from fctune.tasks.evaluation.live import check_answering_memory
-from fctune.training.schedule import build_scheduler
 
 logger = logging.getLogger("fctune")
 
@@ -364,8 +365,28 @@ def start_state(model: CausalLM, config: RunConfig, num_steps: int, gradient_syn
         # They compile their step, and torch 2.13's autograd cache confuses steps of different shapes or optimizers.
         functorch.enable_autograd_cache = False
     optimizer = component(_group_parameters(model, config), **arguments)
-    scheduler = build_scheduler(optimizer, config.lr_scheduler, num_steps)
+    scheduler = LambdaLR(optimizer, lr_factor(config.lr_scheduler, num_steps))
     return TrainState(model, optimizer, scheduler, gradient_sync)
+
+
+def lr_factor(config: LRSchedulerConfig, num_steps: int) -> Callable[[int], float]:
+    """Return the factor on the optimizer's lr as a function of the step (from 0).
+
+    It rises linearly over the warm-up, starting above 0, then follows half a cosine (https://arxiv.org/abs/1608.03983)
+    or a line down to ``min_factor`` at the last step, or stays at 1.
+    """
+    warmup = parse_interval(config.warmup).in_steps(num_steps) or 0
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if config.name == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+        falling = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1 - progress
+        return config.min_factor + (1 - config.min_factor) * falling
+
+    return factor
 
 
 def _group_parameters(model: CausalLM, config: RunConfig) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from fctune.config.intervals import format_count, parse_interval, parse_share
 from fctune.config.loading import load_config
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import LRSchedulerConfig
-from fctune.training.schedule import lr_factor
+from fctune.training.setup import lr_factor
 from tests.conftest import ROOT
 
 CONFIG = ROOT / "configs" / "tiny_lora.yaml"

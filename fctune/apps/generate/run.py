@@ -197,7 +197,8 @@ class _Run:
                     self.report.ending = ending
                     return
                 index, wave = index + len(plans), wave + 1
-            if any(self._count_kept(kind) < wanted for kind, wanted in self.report.wanted.items()):
+            verdicts = self.report.verdicts
+            if any(verdicts.get(kind, Counter())["kept"] < wanted for kind, wanted in self.report.wanted.items()):
                 self.report.ending = "exhausted"
         finally:
             self._budget.is_stopped = True
@@ -215,9 +216,6 @@ class _Run:
             if verdicts["kept"] < wanted and num_plans < _PLANS_PER_ROW * wanted + _MORE_PLANS:
                 missing[kind] = wanted - verdicts["kept"]
         return missing
-
-    def _count_kept(self, kind: str) -> int:
-        return self.report.verdicts.get(kind, Counter())["kept"]
 
     def _run_wave(
         self, pool: ThreadPoolExecutor, plans: Sequence[RowPlan], logged: Mapping[str, Mapping[str, Any]]
