@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fctune.data.augment.spoken import join_words
 from fctune.data.augment.wordings import word_refusal
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
@@ -384,7 +385,9 @@ def _list_of(is_whole: bool, low: int, high: int, size: int) -> Callable[[random
             values = [round(rng.uniform(low, high), 1) for _ in range(size)]
         texts = [str(value) for value in values]
         listed = ", ".join(texts)
-        said = rng.choice((f"[{listed}]", f"[{listed}]", f"[{','.join(texts)}]", f"({listed})", listed, _join(texts)))
+        said = rng.choice(
+            (f"[{listed}]", f"[{listed}]", f"[{','.join(texts)}]", f"({listed})", listed, join_words(texts))
+        )
         return values, said
 
     return draw
@@ -442,15 +445,16 @@ def _word(
     is_plain = not any(isinstance(value, list) for value, _ in drawn[0].values())
     if is_plain and len(varied & set(first)) > 1 and rng.random() < 0.4:
         columns = {
-            name: _join([one[name][1] for one in drawn]) if name in varied else said for name, said in first.items()
+            name: join_words([one[name][1] for one in drawn]) if name in varied else said
+            for name, said in first.items()
         }
         return f"{lead} the {measure}{of}{link}{_say(columns, style)}{rng.choice((', respectively', ' respectively'))}"
     if len(varied & set(first)) == 1 and rng.random() < 0.5:
         (name,) = varied & set(first)
-        said = {**first, name: _join([change[name] for change in changes])}
+        said = {**first, name: join_words([change[name] for change in changes])}
         return f"{lead} the {measure}{of}{link}{_say(said, style)}"
     if rng.random() < 0.4 and varied & set(first):
-        rest = _join([_say(change, style) for change in changes[1:]])
+        rest = join_words([_say(change, style) for change in changes[1:]])
         again = rng.choice((". Then do the same for ", " and also for ", ". Also for ", ", and again with "))
         return f"{lead} the {measure}{of}{link}{sets[0]}{again}{rest}"
     between = rng.choice(("; ", ", then for ", " and for ", f". Also {lead.lower()} it for "))
@@ -458,8 +462,6 @@ def _word(
 
 
 def _say(said: dict[str, str], style: str) -> str:
-    return _join([style.format(name if "=" in style else name.replace("_", " "), text) for name, text in said.items()])
-
-
-def _join(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return join_words(
+        [style.format(name if "=" in style else name.replace("_", " "), text) for name, text in said.items()]
+    )

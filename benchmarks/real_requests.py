@@ -17,7 +17,7 @@ from benchmarks.real_options import UNITS
 from fctune.data.augment.added_rows import draw_column, multiply_value
 from fctune.data.augment.spoken import count_value, join_words, replace_value, say_name, say_value, split_words
 from fctune.data.augment.tool_pool import ToolPool
-from fctune.data.augment.wordings import word_refusal
+from fctune.data.augment.wordings import upper_first, word_refusal
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
 _LEADS = ("", "", "", "Please ", "Can you ", "Could you ", "I need to ", "I want to ", "I would like to ", "Help me ")
@@ -183,7 +183,7 @@ def _vary_number(value: Any, rng: random.Random) -> Any:
 
 def _word_request(tool: Tool, arguments: dict[str, Any], rng: random.Random) -> str:
     lead, ending = _draw_frame(rng)
-    return _capitalise(f"{lead}{_describe(tool)}{_word_arguments(arguments, rng)}{ending}")
+    return upper_first(f"{lead}{_describe(tool)}{_word_arguments(arguments, rng)}{ending}")
 
 
 def _word_parallel(tool: Tool, calls: list[dict[str, Any]], varied: list[str], rng: random.Random) -> str:
@@ -192,7 +192,7 @@ def _word_parallel(tool: Tool, calls: list[dict[str, Any]], varied: list[str], r
     if style < 0.5:  # all values in one sentence
         merged = {**calls[0], **{name: join_words([say_value(call[name]) for call in calls]) for name in varied}}
         respectively = rng.choice((", respectively", " respectively", "")) if len(varied) > 1 else ""
-        return _capitalise(f"{lead}{_describe(tool)}{_word_arguments(merged, rng, varied)}{respectively}{ending}")
+        return upper_first(f"{lead}{_describe(tool)}{_word_arguments(merged, rng, varied)}{respectively}{ending}")
     first = _word_request(tool, calls[0], rng)
     rest = [{name: call[name] for name in varied} for call in calls[1:]]
     if style < 0.8:  # the first in full, the others by what differs
@@ -217,7 +217,7 @@ def _word_arguments(arguments: dict[str, Any], rng: random.Random, plural: Seque
             f" for {_pairs(said, '{} {}')}",
             f" with {_pairs(said, '{} {}')}",
             f" with {_pairs(said, '{} of {}')}",
-            f". {_capitalise(_pairs(said, 'the {} is {}'))}",
+            f". {upper_first(_pairs(said, 'the {} is {}'))}",
             f" ({', '.join(f'{name}: {say_value(value)}' for name, value in said.items())})",
             f" using {_pairs(said, '{1} as {0}')}",
         )
@@ -236,10 +236,6 @@ def _draw_frame(rng: random.Random) -> tuple[str, str]:
 def _describe(tool: Tool) -> str:
     text = str(tool.function["description"]).strip().rstrip(".")
     return text[:1].lower() + text[1:]
-
-
-def _capitalise(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _measure(value: Any, rng: random.Random) -> Any:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fctune.models.precision import wide_dtype
+
 # Lengths are padded to multiples of this where a kernel is kept for each, in positions.
 CPU_TILE = 64
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -243,7 +245,7 @@ def _flash_mask(piece: _Piece, q: Tensor, k: Tensor, window: int) -> tuple[bool,
 
 def _scores(piece: _Piece, q: Tensor, k: Tensor, scale: float, window: int, softcap: float) -> Tensor:
     """Return the scores ``[1, h, queries, keys]`` in at least float32, hidden ones as minus infinity."""
-    dtype = _wide(q)
+    dtype = wide_dtype(q.dtype)
     scores = (q.to(dtype) @ _repeat_heads(k.to(dtype), q.shape[1]).transpose(-1, -2)) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
@@ -263,7 +265,7 @@ def _backward_from_scores(
     softcap: float,
 ) -> tuple[list[Tensor], Tensor]:
     """Return the gradients of q, k and v, the heads of keys repeated, and the sums of grad x out, ``[1, h, s]``."""
-    heads, dtype = q.shape[1], _wide(q)
+    heads, dtype = q.shape[1], wide_dtype(q.dtype)
     scores = _scores(piece, q, k, scale, window, softcap)
     shares, grad = torch.exp(scores - lse[..., None]), grad.to(dtype)
     delta = (grad * out.to(dtype)).sum(-1)
@@ -276,14 +278,10 @@ def _backward_from_scores(
     return [of_scores @ _repeat_heads(k.to(dtype), heads), of_keys, shares.transpose(-1, -2) @ grad], delta
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
-
-
 def _empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # The heads of a token lie side by side, so that the output projection reads them without a copy.
     b, h, s, _ = q.shape
-    return q.new_empty(b, s, h, v.shape[-1]).transpose(1, 2), q.new_empty(q.shape[:3], dtype=_wide(q))
+    return q.new_empty(b, s, h, v.shape[-1]).transpose(1, 2), q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
 
 
 def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:

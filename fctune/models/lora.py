@@ -21,6 +21,7 @@ from fctune.models.causal_lm import CausalLM
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
 from fctune.models.expert_lora import ExpertLoRA, RouterLoRA, adapt_router_
 from fctune.models.frozen_linear import FrozenLinear
+from fctune.models.precision import wide_dtype
 from fctune.models.torchtune.names import to_own_path
 
 _ADAPTER_LEAVES = (".lora_a", ".lora_b", ".magnitude", ".token_rows")
@@ -303,11 +304,6 @@ def _init_magnitude_(magnitude: Tensor, weight: Tensor) -> None:
     """Fill ``magnitude [out]`` with the row norms of ``weight [out, in]``; both are sharded by rows alike."""
     rows, norms = (t.to_local() if isinstance(t, DTensor) else t for t in (weight, magnitude))
     norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=norms.dtype))
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that an adapter of a base in ``dtype`` is stored in."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, log_softmax, pad
 from torch.utils.checkpoint import checkpoint
 
 from fctune.models.document_attention import CPU_TILE, keeps_kernels
+from fctune.models.precision import wide_dtype
 
 Projection = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -54,7 +55,7 @@ def supervised_losses(
     if not len(targets):
         # A dummy row through the head keeps an adapter on it in the graph. A view would cause a warning of FSDP.
         logits = project(hidden[:1, 0], None if token_keys is None else token_keys[:1, 0])
-        return (logits[:0] * 0.0).sum(1).to(_wide(hidden.dtype))
+        return (logits[:0] * 0.0).sum(1).to(wide_dtype(hidden.dtype))
     chunk = len(targets) if len(targets) * num_vocab <= max_logits else chunk_rows(num_vocab, max_logits)
     if not torch.is_grad_enabled():
         return torch.cat([_chunk_losses(project, *part) for part in _split(chunk, rows, targets, keys)])
@@ -84,7 +85,7 @@ class _FrozenHeadLosses(torch.autograd.Function):
         ctx: Any, rows: Tensor, targets: Tensor, keys: Tensor | None, project: Projection, chunk: int
     ) -> Tensor:
         """Return the losses ``[n]``; see ``supervised_losses``."""
-        losses = rows.new_empty(len(rows), dtype=_wide(rows.dtype))
+        losses = rows.new_empty(len(rows), dtype=wide_dtype(rows.dtype))
         slopes = torch.empty_like(rows)
         parts = _split(chunk, rows, targets, keys, losses, slopes)
         for part_rows, part_targets, part_keys, part_losses, part_slopes in parts:
@@ -125,7 +126,7 @@ def _split(chunk: int, *tensors: Tensor | None) -> Iterator[Any]:
 def _chunk_losses(project: Projection, rows: Tensor, targets: Tensor, keys: Tensor | None) -> Tensor:
     count = len(rows)
     rows, targets, keys = _pad_to_tile(rows, targets, keys)
-    losses = cross_entropy(project(rows, keys).to(_wide(rows.dtype)), targets, reduction="none")
+    losses = cross_entropy(project(rows, keys).to(wide_dtype(rows.dtype)), targets, reduction="none")
     return losses if len(losses) == count else losses[:count].clone()
 
 
@@ -134,7 +135,3 @@ def _pad_to_tile(rows: Tensor, targets: Tensor, keys: Tensor | None) -> tuple[Te
     if not keeps_kernels(rows) or not (missing := -len(rows) % CPU_TILE):
         return rows, targets, keys
     return pad(rows, (0, 0, 0, missing)), pad(targets, (0, missing)), None if keys is None else pad(keys, (0, missing))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32

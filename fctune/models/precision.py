@@ -83,3 +83,8 @@ def check_device(precision: PrecisionPolicy, base: str, capability: tuple[int, i
             f"precision: bfloat16 needs compute capability {_BF16_SINCE[0]}.{_BF16_SINCE[1]} (Ampere) or later; "
             f"{here}. Set precision=fp32."
         )
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums over tensors in ``dtype``, and of adapters of a base in it."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

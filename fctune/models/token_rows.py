@@ -17,7 +17,8 @@ from torch.nn.functional import embedding, linear
 from fctune.base.errors import ConfigError
 from fctune.models.base_weights import plan_base, read_rows
 from fctune.models.causal_lm import CausalLM
-from fctune.models.lora import copy_full_, wide_dtype
+from fctune.models.lora import copy_full_
+from fctune.models.precision import wide_dtype
 
 
 class TokenRows(nn.Module):

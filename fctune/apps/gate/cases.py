@@ -8,7 +8,6 @@ away.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from fctune.data.conversation import Conversation, Message
 from fctune.data.conversion import to_openai_row
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_formats.registry import read_row
+from fctune.tasks.evaluation.row_cases import rank_by_hash
 from fctune.tasks.suite import Suite
 from fctune.tasks.task import Case
 
@@ -61,7 +61,7 @@ class HeldOutCases:
 
 def choose_cases(cases: Sequence[AnyItem], ids: Sequence[str], count: int, seed: int = 0) -> list[AnyItem]:
     """Choose cases by a hash of their ids, so that the choice stays when others are added; kept in their order."""
-    ranked = sorted(range(len(cases)), key=lambda i: _rank(ids[i], seed))
+    ranked = sorted(range(len(cases)), key=lambda i: rank_by_hash(ids[i], seed))
     return [cases[i] for i in sorted(ranked[:count])]
 
 
@@ -119,7 +119,7 @@ def _take_tools_away(due: Sequence[Case], all_cases: Sequence[Case], count: int,
         pool.add(case.prompt)
     augmenter = Augmenter(AugmentConfig(take_away=1.0, seed=seed), pool)
     made: list[tuple[str, Case]] = []
-    for case in sorted(due, key=lambda case: _rank(case.id, seed)):
+    for case in sorted(due, key=lambda case: rank_by_hash(case.id, seed)):
         if len(made) == count:
             break
         complete = replace(case.prompt, messages=(*case.prompt.messages, Message("assistant", None, case.expected)))
@@ -132,7 +132,3 @@ def _take_tools_away(due: Sequence[Case], all_cases: Sequence[Case], count: int,
 def _make_case(case: Case, changed: Conversation) -> Case:
     prompt = replace(case.prompt, tools=changed.tools, messages=changed.messages[:-1])
     return Case(id=f"{case.id}:{_MADE}", category="no_call", prompt=prompt, expected=())
-
-
-def _rank(case_id: str, seed: int) -> bytes:
-    return hashlib.blake2b(f"{seed} {case_id}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -18,7 +18,14 @@ from fctune.apps.generate.plan import RowPlan
 from fctune.apps.generate.prompts import Turn
 from fctune.apps.generate.values import draw_arguments, draw_value, is_valid
 from fctune.data.augment.spoken import list_properties, list_required, say_name, say_value, split_words
-from fctune.data.augment.wordings import MAX_WORDS, describe_ability, first_sentence, lower_first, word_reply
+from fctune.data.augment.wordings import (
+    MAX_WORDS,
+    describe_ability,
+    first_sentence,
+    lower_first,
+    upper_first,
+    word_reply,
+)
 from fctune.data.conversation import Call, Tool
 
 _ISO_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -315,8 +322,8 @@ def _say(tool: Tool, call: Call, rng: random.Random) -> _Said:
     if parts and described and not _says_what_it_does(described, do) and rng.random() < _SHARE_OF_DESCRIPTIONS:
         templates, topic = _TOPICS, described
     sentence = rng.choice(templates).format(
-        do=do, Do=_capitalise(do), topic=topic, Topic=_capitalise(topic), values=values,
-        Values=values if parts and values.startswith(parts[0].stated) else _capitalise(values),
+        do=do, Do=upper_first(do), topic=topic, Topic=upper_first(topic), values=values,
+        Values=values if parts and values.startswith(parts[0].stated) else upper_first(values),
     )  # fmt: skip
     return _Said(sentence, values, tuple(value for part in parts for value in part.stated))
 
@@ -418,10 +425,6 @@ def _fold(text: str) -> str:
 
 def _list_stems(text: str) -> set[str]:
     return {word[:_STEM] for word in split_words(text) if len(word) > 2}
-
-
-def _capitalise(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _end(text: str) -> str:

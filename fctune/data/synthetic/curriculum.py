@@ -7,13 +7,14 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fctune.data.augment.spoken import join_words
 from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic.invented import InventedTool, draw_arguments, draw_tool, frame_request, word_request
 from fctune.data.synthetic.target_requests import frame_target_request
 from fctune.data.synthetic.target_tools import load_target_tools
 from fctune.data.synthetic.values import MADE_UP_VALUES
 from fctune.data.synthetic.variants import VariantTool, draw_variant
-from fctune.data.synthetic.words import NOUNS, join_words, make_name, make_word, pick_word
+from fctune.data.synthetic.words import NOUNS, make_name, make_word, pick_word
 
 _STYLES = {
     "json": ("", "", "Answer with the tool and its values as JSON.", "Name the tool, then JSON."),

@@ -6,10 +6,11 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from fctune.data.augment.spoken import join_words
 from fctune.data.conversation import Tool
 from fctune.data.synthetic.target_tools import load_target_tools
 from fctune.data.synthetic.values import MADE_UP_VALUES
-from fctune.data.synthetic.words import NOUNS, SYNONYMS, VERBS, join_words, make_word, pick_word, split_words
+from fctune.data.synthetic.words import NOUNS, SYNONYMS, VERBS, make_word, pick_word, split_words
 
 _PARAM_NAMES = {
     "place": split_words("city town place region village harbor station location site country street area"),

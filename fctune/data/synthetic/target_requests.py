@@ -6,10 +6,10 @@ import random
 import re
 from typing import Any
 
+from fctune.data.augment.spoken import join_words
 from fctune.data.conversation import Call, Message
 from fctune.data.synthetic.target_tools import Slot, TargetTool
 from fctune.data.synthetic.values import Side, draw_target
-from fctune.data.synthetic.words import join_words
 
 _LEADS: dict[Side, tuple[str, ...]] = {
     "train": (

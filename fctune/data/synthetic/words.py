@@ -96,8 +96,3 @@ def pick_word(rng: random.Random) -> str:
     if draw < 0.33:
         return make_word(rng)
     return rng.choice(NOUNS if draw < 0.8 else ADJECTIVES)
-
-
-def join_words(words: list[str]) -> str:
-    """Join words as in a sentence: ``a, b and c``."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -208,7 +208,7 @@ def split_by_question(cases: Sequence[RowCase], test_share: float = 0.2, seed: i
     Raises:
         DataError: One side would be empty.
     """
-    groups = sorted(_group_questions(cases), key=lambda group: _rank("\n".join(group[0].questions), seed))
+    groups = sorted(_group_questions(cases), key=lambda group: rank_by_hash("\n".join(group[0].questions), seed))
     wanted, test = test_share * len(cases), list[RowCase]()
     for group in groups:
         if len(test) + len(group) <= wanted:
@@ -272,7 +272,7 @@ def split_by_tool(cases: Sequence[RowCase], test_share: float = 0.2, seed: int =
         DataError: One side would be empty.
     """
     wanted = test_share * len(cases)
-    order = sorted({tool for case in cases for tool in case.offered}, key=lambda tool: _rank(tool, seed))
+    order = sorted({tool for case in cases for tool in case.offered}, key=lambda tool: rank_by_hash(tool, seed))
     groups = _group_tools(cases, order)
     sizes = Counter(groups[min(case.offered)] for case in cases)
     test_tools: set[str] = set()
@@ -350,5 +350,6 @@ def _group_tools(cases: Sequence[RowCase], tools: Sequence[str]) -> dict[str, st
     return groups
 
 
-def _rank(tool: str, seed: int) -> bytes:
-    return hashlib.blake2b(f"{seed} {tool}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+def rank_by_hash(text: str, seed: int) -> bytes:
+    """Return a key that sorts texts, such as ids, in a random order which depends on each text and the seed alone."""
+    return hashlib.blake2b(f"{seed} {text}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
