@@ -20,9 +20,6 @@ class SignalPipe:
     Python runs a handler only between two bytecodes of the main thread, and a process that waits in a collective
     executes none. The wakeup pipe is written at once, and any thread can read it. Outside the main thread no signal is
     redirected.
-
-    Args:
-        signals: Signals to receive.
     """
 
     def __init__(self, signals: Iterable[int]):

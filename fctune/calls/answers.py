@@ -27,15 +27,7 @@ def read_text(
 def ends_inside_call(
     text: str, call_format: CallFormat, reading: Reading, tools: Sequence[Tool] = (), reasoning: Reasoning | None = None
 ) -> bool:
-    """Return True if a text ends inside a call: whatever followed would still belong to it.
-
-    Args:
-        text: One assistant turn, as generated.
-        call_format: The format of its calls.
-        reading: The text's reading.
-        tools: The tools on offer.
-        reasoning: The reasoning in the text.
-    """
+    """Return True if a text ends inside a call: whatever followed would still belong to it."""
     content = text[: find_content_end(text)].rstrip()
     last = max(reading.strict.malformed, key=_get_end, default=None)
     if last is None or last.end < len(content):

@@ -81,9 +81,6 @@ class ChosenResponse:
 class DeclaredFormat(CallFormat):
     """The calls that a tokenizer's response template finds, for models whose format is known in no other way.
 
-    Args:
-        spec: The template.
-
     Raises:
         DataError: It is not a valid one, or has no calls.
     """
@@ -248,11 +245,6 @@ def iter_seeded_answers(template: ChatTemplate) -> Iterator[Answer]:
 
 def iter_answers(template: ChatTemplate, conversation: Conversation, name: str = "") -> Iterator[Answer]:
     """Yield the answers of a conversation as a model is trained to give them.
-
-    Args:
-        template: The chat template.
-        conversation: The conversation.
-        name: Its name.
 
     Raises:
         DataError: It cannot be trained on.

@@ -248,9 +248,6 @@ class Stager:
 
     On CUDA the copies are queued on a stream of their own, behind what the training stream held when ``mark`` was
     called: they miss no update, and do not wait for the step that follows.
-
-    Args:
-        device: Device of the tensors.
     """
 
     def __init__(self, device: torch.device):

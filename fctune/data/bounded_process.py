@@ -219,11 +219,7 @@ def _get_server() -> _ForkServer:
 
 
 def prepare_processes(module: str | None = None) -> None:
-    """Start what bounded processes come from, which takes a second, without waiting for it.
-
-    Args:
-        module: Module that they import.
-    """
+    """Start what bounded processes come from, which takes a second, without waiting for it."""
     if _statm is None:
         server = _get_server()
         if module is not None:

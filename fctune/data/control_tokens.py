@@ -32,11 +32,7 @@ _COMMON_IN_BYTES = re.compile("<[|]|<｜|_of_turn>|INST]|TOOL_|AVAILABLE_TOOLS".
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer.
-
-    Args:
-        contents: Their spellings.
-    """
+    """The special tokens of a tokenizer."""
 
     def __init__(self, contents: Iterable[str]):
         self._contents = frozenset(filter(str.strip, contents))

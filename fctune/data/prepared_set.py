@@ -229,13 +229,7 @@ def open_prepared(path: Path) -> PreparedSet:
 
 
 def resolve_batch_size(config: RunConfig, tokens: int, packs: int) -> RunConfig:
-    """Return the config with the packs of a step that hold ``global_batch_tokens``; unchanged without that key.
-
-    Args:
-        config: Config of the run.
-        tokens: Tokens of an epoch.
-        packs: Packs of an epoch.
-    """
+    """Return the config with the packs of a step that hold ``global_batch_tokens``; unchanged without that key."""
     if config.global_batch_tokens is None:
         return config
     return replace(config, global_batch_size=max(1, round(config.global_batch_tokens * packs / max(1, tokens))))

@@ -59,9 +59,6 @@ class _ToolJson:
     """The ``tojson`` filter, which keeps the JSON of tools, since rows share them.
 
     A tool that is read twice is one object (``fctune.data.sources.read_context.ReadContext``), and nothing changes it.
-
-    Args:
-        dump: The filter of transformers' environment.
     """
 
     def __init__(self, dump: Callable[..., str]):

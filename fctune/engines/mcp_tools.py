@@ -156,10 +156,6 @@ def fetch_mcp_tools(url: str, token: str | None = None, limits: McpLimits | None
 def call_mcp_tool(tool: McpTool, call: Call) -> str:
     """Call a read-only tool, and return its result as text.
 
-    Args:
-        tool: Where the tool is.
-        call: Its name and arguments.
-
     Raises:
         ToolError: The server cannot be used, takes over 30 s or sends over 16 MiB, or reports an error.
     """

@@ -271,10 +271,6 @@ class Architecture(ABC):
     def plan_weights(self, model_dir: Path, headers: Mapping[str, TensorHeader]) -> WeightPlan:
         """Plan how the parameters, by their names in transformers' model, consist of the tensors of a checkpoint.
 
-        Args:
-            model_dir: Directory of the checkpoint.
-            headers: Its tensors by name.
-
         Raises:
             CheckpointError: Tensors are quantised in a way that cannot be undone, or do not fit together.
         """

@@ -34,11 +34,6 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, t
 def prove_packing(model: CausalLM, device: torch.device, seq_len: int) -> None:
     """Check that a model with its weights keeps the conversations of a packed row apart. Every rank must call this.
 
-    Args:
-        model: Model with its weights.
-        device: Device of the inputs.
-        seq_len: Tokens of the run's rows.
-
     Raises:
         ConfigError: A conversation sees its neighbour, or has different positions than alone; gives the remedy.
     """

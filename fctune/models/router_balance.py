@@ -28,11 +28,6 @@ class RouterBalance:
     The counts of the global batch are needed before its first backward. If a step has one micro-batch, ``loss`` adds
     them up over ranks; for several, pass each through the model first and call ``add_counts``, then ``finish_counts``.
 
-    Args:
-        coefficient: Factor on the loss.
-        num_experts: Experts that a router chooses from.
-        top_k: Experts that it chooses.
-
     Attributes:
         value: Parts of the loss since the start of the step, without the coefficient; None before the first.
     """

@@ -97,10 +97,6 @@ class TiedTokenHead:
 def train_tokens_(model: CausalLM, ids: Sequence[int]) -> None:
     """Make the embedding and head rows of some tokens trainable, in place; without ids, change nothing.
 
-    Args:
-        model: Frozen model, with its adapters.
-        ids: Tokens of the vocabulary.
-
     Raises:
         ConfigError: The head has an adapter, which PEFT cannot combine with trained rows.
     """

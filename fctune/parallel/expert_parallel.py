@@ -25,11 +25,6 @@ _REPLICATE, _EXPERT = "expert_replicate", "expert"
 def check_expert_parallelism(model: CausalLM, num_ranks: int, world_size: int) -> None:
     """Check that the experts of a model can be spread over groups of ranks.
 
-    Args:
-        model: The model.
-        num_ranks: Ranks of a group, ``parallel.expert``.
-        world_size: Ranks of the run.
-
     Raises:
         ConfigError: A dense model, or a number that does not divide the ranks or the experts.
     """

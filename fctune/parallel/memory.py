@@ -164,11 +164,6 @@ def optimizer_state_bytes(optimizer: dict[str, Any], numel: int, itemsize: int) 
 
     Quantized moments have a scale per block (256 elements in 8 bits and float8, 128 in 4 bits) and a code book each;
     tensors that are small or not a multiple of the block keep unquantized moments (torchao.optim).
-
-    Args:
-        optimizer: The config's ``optimizer``.
-        numel: Elements of the tensor.
-        itemsize: Bytes per element.
     """
     name = str(optimizer.get("_component_", "AdamW")).rpartition(".")[2]
     if name == "SGD":

@@ -146,12 +146,7 @@ class DeviceUsage:
 
 
 class DeviceSampler:
-    """Reads a device periodically on a background thread, until it is closed or a reading is None.
-
-    Args:
-        read: Returns a reading.
-        every_s: Seconds between readings.
-    """
+    """Reads a device periodically on a background thread, until it is closed or a reading is None."""
 
     def __init__(self, read: Callable[[], DeviceReading | None], every_s: float = _EVERY_S):
         self._read, self._every_s = read, every_s

@@ -61,12 +61,7 @@ def check_reward(
 
 
 def score_answer(judged: JudgedEpisode, max_new_tokens: int) -> dict[str, float]:
-    """Return every part of ``REWARD_PARTS`` for a judged answer; without an answer all are 0.
-
-    Args:
-        judged: The answer.
-        max_new_tokens: Token limit of its generation.
-    """
+    """Return every part of ``REWARD_PARTS`` for a judged answer; without an answer all are 0."""
     if judged.answer.error is not None:
         return dict.fromkeys(REWARD_PARTS, 0.0)
     outcome, num_tokens = judged.strict.outcome, judged.answer.num_tokens

@@ -67,13 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def suggest_less_memory(config: RunConfig, model_dir: Path, world: World) -> str:
-    """Describe the planned memory of a run that ran out of it, and the settings that fit.
-
-    Args:
-        config: Config of the run.
-        model_dir: Directory of the model's config.json.
-        world: This rank and its device.
-    """
+    """Describe the planned memory of a run that ran out of it, and the settings that fit."""
     try:
         return _format_plan(_search_layouts(config, model_dir, world), config)
     except Exception as error:  # must not hide the run's error

@@ -25,10 +25,6 @@ _MAX_CONVERSATIONS = 2000  # a few seconds
 def check_response_template(planned: PlannedRun, export: Path) -> dict[str, Any]:
     """Read every call of the held-out conversations by an export's response template, and log what is wrong.
 
-    Args:
-        planned: The run.
-        export: Directory of one of its exports.
-
     Returns:
         What run.json records: ``origin`` of the template, None without one; ``note``, what it cannot read or why there
         is none; and the counts of ``check_answers``, without conversations to check none.

@@ -119,13 +119,7 @@ class Check:
 
 
 class Judge:
-    """Builds the checks of one run.
-
-    Args:
-        config: Thresholds and required checks.
-        hosts: Host name of each rank.
-        ranks_per_node: As launched.
-    """
+    """Builds the checks of one run."""
 
     def __init__(self, config: AcceptanceConfig, hosts: Mapping[int, str], ranks_per_node: int):
         self.config, self.hosts, self.ranks_per_node = config, hosts, ranks_per_node

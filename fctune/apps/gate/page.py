@@ -45,13 +45,7 @@ Answers = Mapping[str, Mapping[str, Mapping[str, Row]]]
 
 
 def write_gate_html(report: GateReport, answers: Answers, path: Path) -> None:
-    """Write the page of a report.
-
-    Args:
-        report: The report.
-        answers: The answers of ``base`` and ``tuned``.
-        path: File to write.
-    """
+    """Write the page of a report."""
     blocked = " Blocked: fctune serve and fctune push refuse it." if report.is_blocked else ""
     page = Page(f"Gate: {Path(report.tuned).name}", _HEADLINES[report.verdict] + blocked, _TONES[report.verdict])
     counts = {verdict: sum(line.verdict == verdict for line in report.lines) for verdict in _TONES}

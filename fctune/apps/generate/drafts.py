@@ -209,13 +209,7 @@ class Drafter:
         return self._complete(tool, draw_arguments(tool, rng), rng)
 
     def draft_dependent(self, plan: RowPlan, first: Call, result: str) -> Draft | None:
-        """Return a message whose second call takes a value from the result of its first; None if no tool does.
-
-        Args:
-            plan: The plan.
-            first: The first call, complete.
-            result: What it returned.
-        """
+        """Return a message whose second call takes a value from the result of its first; None if no tool does."""
         rng = _make_rng(plan, "dependent")
         found = dict(_iter_scalars(result))
         fitting = [

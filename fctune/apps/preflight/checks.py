@@ -28,6 +28,7 @@ from fctune.parallel.memory import MemoryModel
 from fctune.parallel.storage import plan_storage
 from fctune.runs.device import read_device
 from fctune.runs.directory import installed_versions
+from fctune.runs.leftovers import count_bytes
 
 _GIB = 2**30
 
@@ -152,7 +153,7 @@ def check_space(config: RunConfig, mounts: Mounts) -> list[Problem]:
         usage = None  # the model is not available on the hub, which check_hub reports
     if usage is not None:
         free = _free_bytes(mounts.shared)
-        reused = _count_bytes(Path(config.output_dir))  # a resumed run overwrites its own files
+        reused = count_bytes(Path(config.output_dir))  # a resumed run overwrites its own files
         if usage.total > free + reused:
             remedy = "Free some space, use a larger volume, or lower checkpoint.keep_last"
             message = f"{mounts.shared}: {format_bytes(free)} free, but the run needs {usage}"
@@ -370,7 +371,3 @@ def _digest_source() -> str:
 
 def _free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free if path.is_dir() else 0
-
-
-def _count_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())

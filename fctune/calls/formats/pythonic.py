@@ -83,10 +83,6 @@ class Pythonic(CallFormat):
 def render_python_call(call: Call, write: Callable[[Any], str] = repr) -> str:
     """Write ``name(a=1, b='x')``; keys that are not identifiers go into ``**{...}``.
 
-    Args:
-        call: The call.
-        write: Writes a value.
-
     Raises:
         DataError: The name cannot precede a parenthesis, or no literal gives a value.
     """

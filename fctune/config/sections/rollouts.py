@@ -63,12 +63,7 @@ def parse_environments(cases: str) -> tuple[list[str], int] | None:
 
 
 def find_source_problems(cases: str, where: str) -> list[str]:
-    """Return what is wrong with the source of dialogues.
-
-    Args:
-        cases: The value of ``grpo.cases``.
-        where: Config section, for messages.
-    """
+    """Return what is wrong with the source of dialogues."""
     key = join_key(where, "cases")
     if cases.startswith(ENVIRONMENT) and parse_environments(cases) is None:
         return [f"{key}={cases}: expected environment:NAMES:TASKS, such as environment:files,shop:1000"]

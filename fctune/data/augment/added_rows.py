@@ -121,15 +121,7 @@ def find_askable(conversation: Conversation, turn: Turn) -> list[tuple[str, str]
 
 
 def ask(conversation: Conversation, turn: Turn, parameter: str, remaining: str, rng: random.Random) -> Conversation:
-    """Return the request without a value, with the question for it; in half of the cases the user then gives it.
-
-    Args:
-        conversation: The row.
-        turn: Its turn, with one call.
-        parameter: The argument that is left out.
-        remaining: The request without it.
-        rng: Random generator.
-    """
+    """Return the request without a value, with the question for it; in half of the cases the user then gives it."""
     messages = conversation.messages
     answer = messages[turn.index]
     request = replace(messages[turn.index - 1], content=remaining)
@@ -179,14 +171,7 @@ def find_repetition(conversation: Conversation, turn: Turn, pool: ToolPool) -> R
 
 
 def repeat(conversation: Conversation, turn: Turn, repetition: Repetition, rng: random.Random) -> Conversation:
-    """Return a request for several calls of one tool, with the calls.
-
-    Args:
-        conversation: The row.
-        turn: Its turn, with one call.
-        repetition: How it can be repeated.
-        rng: Random generator.
-    """
+    """Return a request for several calls of one tool, with the calls."""
     messages = conversation.messages
     call = messages[turn.index].calls[0]
     text = messages[turn.index - 1].content or ""

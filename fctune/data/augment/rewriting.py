@@ -123,11 +123,6 @@ def draw_mask(tools: Sequence[Tool], messages: Iterable[Message], rng: random.Ra
     A name is kept if the user says it as a name, if a value or a schema's enum holds it, or if two tools have the same
     description. A parameter's name is also kept if an answer or the system prompt spells it, if a tool's text quotes
     it as a word, or if it is elsewhere in a tool: in a nested schema, an example or a default.
-
-    Args:
-        tools: Tools on offer.
-        messages: All messages that may follow.
-        rng: Random generator.
     """
     messages = tuple(messages)
     asked = "\n".join(message.content or "" for message in messages if message.role == "user")

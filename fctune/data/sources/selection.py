@@ -37,12 +37,7 @@ class Selection:
         return cls(parse_conditions(source.where), source.failed, source.wrong_turns)
 
     def find_reason(self, row: Any, conversation: Conversation) -> str | None:
-        """Return the kind of ``LEFT_OUT_KINDS`` of a row that is not selected; None if it is.
-
-        Args:
-            row: The row as it was decoded.
-            conversation: What was read from it.
-        """
+        """Return the kind of ``LEFT_OUT_KINDS`` of a row that is not selected; None if it is."""
         for condition in self.where:
             found = find_value(condition.name, row, conversation)
             if found is MISSING:

@@ -71,11 +71,6 @@ class _Conversion:
 def plan_weights(architecture: DecoderConfig, model_dir: Path, headers: Mapping[str, TensorHeader]) -> WeightPlan:
     """Plan how a model's parameters and stored buffers consist of the tensors of a checkpoint.
 
-    Args:
-        architecture: The model.
-        model_dir: Directory of the checkpoint.
-        headers: Its tensors by name.
-
     Raises:
         CheckpointError: Tensors do not fit together.
         ConfigError: transformers cannot build the model.

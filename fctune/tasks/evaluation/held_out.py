@@ -80,11 +80,7 @@ def _find_cases(
 
 
 class QuestionSearch:
-    """Finds cases in training rows: those that open with the same turns of the user, white space aside.
-
-    Args:
-        cases: The cases.
-    """
+    """Finds cases in training rows: those that open with the same turns of the user, white space aside."""
 
     def __init__(self, cases: Sequence[AnyCase]):
         self._ids: dict[tuple[str, ...], list[str]] = {}

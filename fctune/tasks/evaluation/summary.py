@@ -23,9 +23,6 @@ class Tally:
     """Counts judged answers and computes their rates; the one summary of every command.
 
     Rates over all categories, as ``all``, are left out for a benchmark, whose categories must not be added up.
-
-    Args:
-        suite: The suite that is answered.
     """
 
     def __init__(self, suite: Suite) -> None:

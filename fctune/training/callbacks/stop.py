@@ -100,12 +100,7 @@ def _read_stop_file(path: Path) -> str | None:
 
 
 class StopCallback(Callback):
-    """Saves and stops the run after a step in which any rank was requested to stop.
-
-    Args:
-        request: Requests that reach this rank.
-        checkpoint: Saves the state first.
-    """
+    """Saves and stops the run after a step in which any rank was requested to stop."""
 
     def __init__(self, request: StopRequest, checkpoint: CheckpointCallback):
         self._request, self._checkpoint = request, checkpoint
