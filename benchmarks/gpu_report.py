@@ -175,14 +175,14 @@ def _tests(results: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _kernels(results: dict[str, Any], count: int = 12) -> str:
+def _kernels(results: dict[str, Any]) -> str:
     """Return the largest kernels of a profiled step."""
     row = results.get("profile_lora_8b")
     if row is None or not row["ok"]:
         return ""
     lines = ["## Kernels of a step of `lora_8b`", "", f"Profiled on {row['date'][:10]}{row.get('note', '')}.", ""]
     lines += ["| kernel | GPU time | share | calls |", "|---|---|---|---|"]
-    for cells in _kernel_rows(row["table"])[:count]:
+    for cells in _kernel_rows(row["table"])[:12]:
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

@@ -208,6 +208,7 @@ class SinkGroup:
 
 
 _CLOSE_S = 30.0
+_TICK_S = 5.0  # how often a sink's ``tick``, if it has one, is called while nothing arrives
 
 
 class BackgroundSink:
@@ -219,7 +220,6 @@ class BackgroundSink:
         name: Name of the sink in log messages.
         open_sink: Creates the sink; called on the thread.
         capacity: Maximum number of waiting steps and alerts; more are dropped.
-        tick_s: How often the sink's ``tick``, if it has one, is called while nothing arrives.
         close_s: Longest time to wait for the remaining items at the end.
         rest_s: Pause between two checks of the queue, so that short steps are written in batches: each time the thread
             wakes, training waits for the interpreter's lock and finds its caches cold.
@@ -230,12 +230,11 @@ class BackgroundSink:
         name: str,
         open_sink: Callable[[], EventSink],
         capacity: int = 10_000,
-        tick_s: float = 5.0,
         close_s: float = _CLOSE_S,
         rest_s: float = 0.0,
     ):
         self.name = name
-        self._open, self._tick_s, self._close_s, self._rest_s = open_sink, tick_s, close_s, rest_s
+        self._open, self._close_s, self._rest_s = open_sink, close_s, rest_s
         self._queue: queue.Queue[dict[str, Any] | Alert | None] = queue.Queue(capacity)
         self._has_failed = False
         self._num_dropped = 0
@@ -293,7 +292,7 @@ class BackgroundSink:
             self._closing.wait(self._rest_s)
         while True:
             try:
-                return self._queue.get(timeout=self._tick_s)
+                return self._queue.get(timeout=_TICK_S)
             except queue.Empty:
                 if self._closing.is_set():
                     return None

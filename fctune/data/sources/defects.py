@@ -96,10 +96,10 @@ class RowError(Exception):
         self.reason = reason.encode("utf-8", "backslashreplace").decode()
 
 
-def describe_value(value: object, limit: int = 60) -> str:
+def describe_value(value: object) -> str:
     """Describe a value for an error message: its JSON type and a short excerpt."""
     names = {str: "string", dict: "object", list: "list", bool: "boolean", int: "number", float: "number"}
     if value is None:
         return "null"
     text = repr(value)
-    return f"{names.get(type(value), type(value).__name__)} {text if len(text) <= limit else text[:limit] + '...'}"
+    return f"{names.get(type(value), type(value).__name__)} {text if len(text) <= 60 else text[:60] + '...'}"

@@ -34,10 +34,10 @@ _NOTES = (
 _CODES = ("K-4471", "PO-2093", "B-118", "X-7750", "R-3306", "T-9021", "M-645", "Z-8812")
 
 
-def _make_tree(w: Writer, num_folders: int = 4, num_files: int = 3) -> Tree:
+def _make_tree(w: Writer, num_folders: int = 4) -> Tree:
     tree: Tree = {}
     for folder in w.sample(_FOLDERS, num_folders):
-        names = [f"{stem}.{w.random.choice(_ENDINGS)}" for stem in w.sample(_STEMS, num_files)]
+        names = [f"{stem}.{w.random.choice(_ENDINGS)}" for stem in w.sample(_STEMS, 3)]
         tree[folder] = {name: "\n".join(w.sample(_LINES, w.random.randint(1, 2))) for name in names}
     return tree
 

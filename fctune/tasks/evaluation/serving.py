@@ -23,6 +23,8 @@ from fctune.tasks.judge import JudgedEpisode, Row, judge_answer
 from fctune.tasks.suite import Suite
 from fctune.tasks.task import Case
 
+_LIMIT_S = 600.0  # for all texts
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -41,7 +43,6 @@ def parse_as_served(
     model_dir: Path,
     parser: str,
     python: str = sys.executable,
-    timeout_s: float = 600.0,
     reasoning_parser: str | None = None,
     template_args: Mapping[str, Any] | None = None,
     is_open: bool | None = None,
@@ -55,7 +56,6 @@ def parse_as_served(
         model_dir: Model directory, for the tokenizer that the parser needs.
         parser: The server's name of the parser.
         python: Interpreter of the environment with the server, which pins other versions of torch than this project.
-        timeout_s: Time limit for all texts.
         reasoning_parser: The server's name of the parser that takes the reasoning out first; None: it looks for calls
             in the complete text.
         template_args: The switches of the chat template with which the answers were made.
@@ -66,7 +66,7 @@ def parse_as_served(
     """
     prompted = {"template_args": dict(template_args or {}), "is_open": is_open}
     requests = [{"id": row["id"], "text": row["answer"], "tools": row["tools"], **prompted} for row in rows]
-    version, replies = run_server_parser(server, parser, model_dir, requests, python, timeout_s, reasoning_parser)
+    version, replies = run_server_parser(server, parser, model_dir, requests, python, reasoning_parser)
     cases = {case.id: case for case in suite.cases}
     judged = [_judge_reply(cases[row["id"]], row, replies[row["id"]]) for row in rows]
     tally = tally_judgements(suite, ((one.case.category, one.strict, one.lenient) for one in judged))
@@ -80,7 +80,6 @@ def run_server_parser(
     model_dir: Path,
     requests: Sequence[Mapping[str, Any]],
     python: str = sys.executable,
-    timeout_s: float = 600.0,
     reasoning_parser: str | None = None,
 ) -> tuple[str, dict[Any, dict[str, Any]]]:
     """Have a server's own parser read texts, in a process of the environment that has it.
@@ -91,7 +90,6 @@ def run_server_parser(
         model_dir: Model directory, for the tokenizer that the parser needs.
         requests: ``{"id", "text", "tools"}`` for each text, as ``served_calls`` describes.
         python: Interpreter of that environment.
-        timeout_s: Time limit for all texts.
         reasoning_parser: The server's name of the parser that takes the reasoning out first, if any.
 
     Returns:
@@ -105,13 +103,13 @@ def run_server_parser(
     command += [reasoning_parser] if reasoning_parser else []
     given = "".join(json.dumps(request) + "\n" for request in requests)
     try:
-        done = run_command(command, given.encode(), timeout_s)
+        done = run_command(command, given.encode(), _LIMIT_S)
     except OSError as error:
         raise ConfigError(
             f"{server}: {python} cannot be started ({error.strerror}). Pass the Python of an environment with {server}."
         ) from None
     if done.code is None:
-        raise ConfigError(f"{server}: its parser {parser} did not finish within {timeout_s:g} s.")
+        raise ConfigError(f"{server}: its parser {parser} did not finish within {_LIMIT_S:g} s.")
     if done.code != 0:
         reason = done.errors.last_line or f"exit code {done.code}"
         raise ConfigError(f"{server}: its parser {parser} cannot be run in {python} ({reason}).")

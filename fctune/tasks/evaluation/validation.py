@@ -29,6 +29,7 @@ from fctune.tasks.suite import Suite
 Status = Literal["ok", "failed", "skipped"]
 
 _NUM_SHOWN = 3
+_NUM_PROBES = 4
 _INDEX = "model.safetensors.index.json"
 # Mean divergence of next-token distributions explained by rounding: merging rounds 16-bit weights once more.
 _MAX_KL = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -270,12 +271,12 @@ class Validator:
         return found
 
 
-def _probe_prompts(suite: Suite | None, num_prompts: int = 4) -> list[Conversation]:
+def _probe_prompts(suite: Suite | None) -> list[Conversation]:
     from fctune.data.synthetic import iter_conversations
 
     if suite is not None:
-        return [case.prompt for case in suite.cases[:num_prompts]]
-    return list(iter_conversations("train", num_prompts, seed=0))
+        return [case.prompt for case in suite.cases[:_NUM_PROBES]]
+    return list(iter_conversations("train", _NUM_PROBES, seed=0))
 
 
 @torch.no_grad()
