@@ -7,7 +7,7 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError, Interrupted
 from fctune.base.terminal import Terminal
@@ -30,6 +30,12 @@ from fctune.cli.parser import add_config_arguments, add_template_args_argument
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.intervals import format_count
 from fctune.models.run_config import load_run_config, resolve_base
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fctune.config.schema import RunConfig
+    from fctune.data.prepared_set import PreparedSet
 
 
 def add_commands(commands: Any) -> None:
@@ -280,23 +286,30 @@ def _draft_tools(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare_data(arguments: argparse.Namespace) -> int:
+def prepare_rows(config: RunConfig, console: Console) -> PreparedSet:
+    """Encode and pack a config's rows, or open the set of an earlier time, and show the progress."""
     from fctune.config.cache import prepared_root
     from fctune.data.chosen_template import read_chosen_template
-    from fctune.data.prepared_set import describe_counts, prepare
+    from fctune.data.prepared_set import prepare
+
+    with console.status("preparing") as status:
+        return prepare(
+            config.data,
+            resolve_base(config),
+            prepared_root(config),
+            lambda counts: status.update(f"{counts.rows:,} rows read"),
+            config.model.template_args,
+            read_chosen_template(config.model),
+        )
+
+
+def _prepare_data(arguments: argparse.Namespace) -> int:
+    from fctune.data.prepared_set import describe_counts
 
     config = load_run_config(arguments.config, arguments.overrides)
     console = Terminal()
     try:
-        with console.status("preparing") as status:
-            prepared = prepare(
-                config.data,
-                resolve_base(config),
-                prepared_root(config),
-                lambda counts: status.update(f"{counts.rows:,} rows read"),
-                config.model.template_args,
-                read_chosen_template(config.model),
-            )
+        prepared = prepare_rows(config, console)
     except KeyboardInterrupt:
         raise Interrupted("no prepared set was written; run the same command to start over") from None
     for line in describe_counts(prepared):

@@ -426,23 +426,10 @@ class _Tune:
         return {"has_augment": has_augment, "prepared": _count_prepared(prepared, len(cases))}
 
     def _prepare(self, found: dict[str, Any]) -> tuple[RunConfig, PreparedSet]:
-        """Encode and pack the rows, or open the set of an earlier time."""
-        from fctune.config.cache import prepared_root
-        from fctune.data.chosen_template import read_chosen_template
-        from fctune.data.prepared_set import prepare
-        from fctune.models.run_config import resolve_base
+        from fctune.cli.data import prepare_rows
 
         config = self._draft_sized(found)[0].parse()
-        with self.console.status("preparing") as status:
-            prepared = prepare(
-                config.data,
-                resolve_base(config),
-                prepared_root(config),
-                lambda counts: status.update(f"{counts.rows:,} rows read"),
-                config.model.template_args,
-                read_chosen_template(config.model),
-            )
-        return config, prepared
+        return config, prepare_rows(config, self.console)
 
     def _draft_sized(self, found: dict[str, Any]) -> tuple[Draft, Any, Path | None]:
         """Draft the config with what depends on the rows; returns it with the model's architecture and directory."""

@@ -28,6 +28,14 @@ ALL_LINEAR = "all-linear"
 EXPERT_ADAPTERS = "adapters"
 ROUTER_ADAPTER = "adapter"
 
+# PEFT's names of an adapter's parameters.
+PEFT_LEAVES = {
+    "lora_a": "lora_A.weight",
+    "lora_b": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+    "token_rows": "token_adapter.trainable_tokens_delta",  # the rows themselves, in spite of the name
+}
+
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:

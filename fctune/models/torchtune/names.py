@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from fctune.models.architecture import PEFT_LEAVES
+
 HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens"
 
@@ -34,12 +36,6 @@ _BLOCK_PATHS = {
     "mlp_norm": "post_attention_layernorm",
 }
 _ROOT_PATHS = {"tok_embeddings": EMBEDDING, "norm": "model.norm", "output": HEAD}
-_PEFT_LEAVES = {
-    "lora_a": "lora_A.weight",
-    "lora_b": "lora_B.weight",
-    "magnitude": "lora_magnitude_vector",
-    "token_rows": "token_adapter.trainable_tokens_delta",  # the rows themselves, in spite of the name
-}
 
 _BLOCK = re.compile(r"(?:decoder\.)?layers\.(\d+)\.(.+)\.(weight|bias|scale|lora_a|lora_b|magnitude)")
 _ROOT = re.compile(r"(?:decoder\.)?(\w+)\.(weight|bias|scale|lora_a|lora_b|magnitude|token_rows)")
@@ -69,4 +65,4 @@ def to_own_path(key: str) -> str | None:
 def to_peft_name(name: str) -> str:
     """Convert the name of one of our adapter parameters to PEFT's."""
     stem, _, leaf = to_hf_name(name).rpartition(".")
-    return f"base_model.model.{stem}.{_PEFT_LEAVES[leaf]}"
+    return f"base_model.model.{stem}.{PEFT_LEAVES[leaf]}"

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError
-from fctune.models.architecture import ALL_LINEAR, EXPERT_ADAPTERS, ROUTER_ADAPTER, Architecture, Block, ExpertShape
+from fctune.models.architecture import (
+    ALL_LINEAR,
+    EXPERT_ADAPTERS,
+    PEFT_LEAVES,
+    ROUTER_ADAPTER,
+    Architecture,
+    Block,
+    ExpertShape,
+)
 from fctune.models.transformers.model_config import DecoderConfig, read_full_config, read_text_config
 
 if TYPE_CHECKING:
@@ -35,13 +43,6 @@ _UNADAPTABLE = {
     "jamba": {"dt_proj": _PAST_ADAPTERS},
     "mamba": {"out_proj": _PEFT_REFUSES, "dt_proj": _PAST_ADAPTERS},
     "mamba2": {"out_proj": _PEFT_REFUSES},
-}
-
-_PEFT_LEAVES = {
-    "lora_a": "lora_A.weight",
-    "lora_b": "lora_B.weight",
-    "magnitude": "lora_magnitude_vector",
-    "token_rows": "token_adapter.trainable_tokens_delta",  # the rows themselves, in spite of the name
 }
 
 
@@ -93,9 +94,9 @@ class TransformersArchitecture(DecoderConfig):
         if (expert := self._find_expert(name)) is not None:
             chosen = [other for other in self.expert_names if other in self.resolve_adapter_modules(modules)]
             owner, leaf = _name_peft_module(stem, expert, chosen), _swap_leaf(leaf, expert)
-            return f"base_model.model.{to_loaded_name(self, owner)}.{_PEFT_LEAVES[leaf]}"
+            return f"base_model.model.{to_loaded_name(self, owner)}.{PEFT_LEAVES[leaf]}"
         stem = stem.removesuffix(f".{ROUTER_ADAPTER}")
-        return f"base_model.model.{to_loaded_name(self, stem)}.{_PEFT_LEAVES[leaf]}"
+        return f"base_model.model.{to_loaded_name(self, stem)}.{PEFT_LEAVES[leaf]}"
 
     def to_peft_layout(self, name: str, tensor: Tensor) -> Tensor:
         """Join the adapters of all experts to two matrices, as PEFT does; other adapters are stored as they are."""
