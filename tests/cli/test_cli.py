@@ -9,11 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from fctune.cli import main
-from fctune.data.check import make_report_schema
 from tests.conftest import REAL_DATA, ROOT, run_with_closed_pipe
 from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir, gold_calls, load_cases, needs_wheel
 from tests.warm_interpreter import warm_python
@@ -53,14 +51,11 @@ def test_overrides_may_come_before_and_after_options(capsys: pytest.CaptureFixtu
         assert f"unrecognized arguments: {wrong[0]}" in capsys.readouterr().err
 
 
-def test_check_writes_a_report_of_the_documented_schema_and_a_page(
-    write_rows: Callable[..., Path], tiny_base: Path, tmp_path: Path
-) -> None:
+def test_check_writes_a_report_and_a_page(write_rows: Callable[..., Path], tiny_base: Path, tmp_path: Path) -> None:
     rows = str(write_rows([GOOD, GOOD]))
     files = ["--json", str(tmp_path / "new" / "report.json"), "--html", str(tmp_path / "new" / "report.html")]
     assert main(["data", "check", rows, "--tokenizer", str(tiny_base), "--seq-len", "512", *files]) == 0
     report = json.loads((tmp_path / "new" / "report.json").read_text())
-    jsonschema.validate(report, make_report_schema())
     assert (report["rows"], report["conversations"], report["duplicates"], report["defects"]) == (2, 2, 1, 0)
     page = (tmp_path / "new" / "report.html").read_text()
     assert page.startswith("<!doctype html>")

@@ -11,14 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from rich.console import Console
 
 from fctune.base.errors import DataError
 from fctune.data.chat_template import ChatTemplate
-from fctune.data.check import CLASSES, WARNING_KINDS, Report, check_sources, make_report_schema
+from fctune.data.check import CLASSES, WARNING_KINDS, Report, check_sources
 from fctune.data.check.similarity import NEAR, spoken_text
 from fctune.data.conversation import Conversation
 from fctune.data.sources import read_source
@@ -104,23 +103,14 @@ def test_every_kind_of_warning_is_found(tmp_path: Path) -> None:
     assert WARNING_KINDS.keys() - kinds(report).keys() == set()
 
 
-def test_the_json_obeys_its_schema_and_every_key_is_documented() -> None:
+def test_the_report_is_json_of_its_version() -> None:
     report = check_sources(
         [DEFECTS], encode=lambda conversation: (10, 3), seq_len=8, validation=[DEFECTS], eval_suites=[DEFECTS]
     )
     value = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    jsonschema.Draft202012Validator.check_schema(make_report_schema())
-    closed = json.loads(json.dumps(make_report_schema()), object_hook=close_objects)
-    jsonschema.validate(value, closed)
     assert value["schema_version"] == 2
     for key in ("rows", "conversations", "calls", "duplicates", "defects"):
         assert isinstance(value[key], int)
-
-
-def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    if schema.get("type") == "object" and "properties" in schema:
-        schema["additionalProperties"] = False
-    return schema
 
 
 def test_a_call_that_violates_its_schema_is_kept_and_reported(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The dataset report: statistics of the rows, and defects and warnings by line."""
 
 from fctune.data.check.checker import Encode, check_sources
-from fctune.data.check.report import Report, make_report_schema
+from fctune.data.check.report import Report
 from fctune.data.check.warnings import CLASSES, WARNING_KINDS
 
-__all__ = ["CLASSES", "WARNING_KINDS", "Encode", "Report", "check_sources", "make_report_schema"]
+__all__ = ["CLASSES", "WARNING_KINDS", "Encode", "Report", "check_sources"]

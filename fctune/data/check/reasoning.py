@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
 
 from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
@@ -15,14 +14,14 @@ from fctune.data.conversation import Conversation
 class ReasoningUse:
     """The reasoning in the conversations, and the switches that rows set."""
 
-    rows: Annotated[int, "Conversations with reasoning"]
-    rows_share: Annotated[float, "rows / conversations"]
-    turns: Annotated[int, "Assistant turns with reasoning"]
-    turns_share: Annotated[float, "turns / assistant turns"]
-    characters: Annotated[int, "Characters of reasoning"]
-    tokens: Annotated[int | None, "Tokens of reasoning; null without a tokenizer"]
-    rows_switched: Annotated[int, "Conversations that set a switch of the chat template"]
-    warning: Annotated[str | None, "What training on these rows would teach that the model's template does not expect"]
+    rows: int  # conversations with reasoning
+    rows_share: float  # rows / conversations
+    turns: int  # assistant turns with reasoning
+    turns_share: float  # turns / assistant turns
+    characters: int
+    tokens: int | None  # tokens of reasoning; null without a tokenizer
+    rows_switched: int  # conversations that set a switch of the chat template
+    warning: str | None  # what training on these rows would teach that the model's template does not expect
 
     def describe(self) -> str:
         """Return the shares as a phrase that follows the number of rows with reasoning."""

@@ -1,4 +1,4 @@
-"""The report of ``fctune data check``, as JSON with a versioned schema and as text.
+"""The report of ``fctune data check``, as versioned JSON and as text.
 
 Adding a key keeps the version; removing a key or changing its meaning raises it.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
-from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -34,12 +33,10 @@ NUM_EXAMPLES = 5
 class Example:
     """An example of a finding: its location in a row and the reason."""
 
-    file: Annotated[str, "File, hf: or synthetic: source"]
-    line: Annotated[int, "First line of the row, from 1; the number of the row in Parquet and on the hub"]
-    pointer: Annotated[
-        str, "Location in the row, such as messages[1].tool_calls[0].function.arguments; empty: the complete row"
-    ]
-    reason: Annotated[str, "What is wrong"]
+    file: str  # a file, hf: or synthetic: source
+    line: int  # first line of the row, from 1; the number of the row in Parquet and on the hub
+    pointer: str  # location in the row, such as messages[1].tool_calls[0].function.arguments; empty: the complete row
+    reason: str
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}"
@@ -50,25 +47,25 @@ class Example:
 class Finding:
     """A kind of defect or warning."""
 
-    kind: Annotated[str, "Name"]
-    meaning: Annotated[str, "Meaning"]
-    count: Annotated[int, "Number of findings"] = 0
-    rows: Annotated[int, "Number of rows that have it"] = 0
-    examples: Annotated[list[Example], "The first examples"] = field(default_factory=list)
+    kind: str
+    meaning: str
+    count: int = 0
+    rows: int = 0
+    examples: list[Example] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Lengths:
     """Distribution of a count (messages, characters or tokens) over conversations."""
 
-    count: Annotated[int, "Number of values"]
-    total: Annotated[int, "Sum of the values"]
-    min: Annotated[int, "Minimum"]
-    p50: Annotated[int, "Median"]
-    p90: Annotated[int, "90th percentile"]
-    p99: Annotated[int, "99th percentile"]
-    max: Annotated[int, "Maximum"]
-    bins: Annotated[list[tuple[int, int, int]], "[from, to, count] of from <= value < to, in bins of equal ratio"]
+    count: int
+    total: int
+    min: int
+    p50: int
+    p90: int
+    p99: int
+    max: int
+    bins: list[tuple[int, int, int]]  # [from, to, count] of from <= value < to, in bins of equal ratio
 
     @classmethod
     def from_counts(cls, counts: Counter[int]) -> Lengths:
@@ -86,13 +83,13 @@ class Lengths:
 class Tokens:
     """Token counts of the conversations; null without a tokenizer."""
 
-    total: Annotated[int, "Tokens"]
-    supervised: Annotated[int, "Tokens in the loss"]
-    supervised_share: Annotated[float, "supervised / total"]
-    seq_len: Annotated[int | None, "Length that conversations are compared with"]
-    num_over_seq_len: Annotated[int, "Conversations longer than seq_len"]
-    num_unsupervised: Annotated[int, "Conversations without supervised tokens"]
-    num_not_renderable: Annotated[int, "Rows that the template or tokenizer rejects; they are defects"]
+    total: int
+    supervised: int  # tokens in the loss
+    supervised_share: float  # supervised / total
+    seq_len: int | None  # length that conversations are compared with
+    num_over_seq_len: int  # conversations longer than seq_len
+    num_unsupervised: int  # conversations without supervised tokens
+    num_not_renderable: int  # rows that the template or tokenizer rejects; they are defects
     lengths: Lengths
 
 
@@ -100,50 +97,50 @@ class Tokens:
 class ToolUse:
     """The number of conversations that declare a tool, and of calls to it."""
 
-    name: Annotated[str, "Name"]
-    declared: Annotated[int, "Conversations"]
-    calls: Annotated[int, "Calls"]
+    name: str
+    declared: int
+    calls: int
 
 
 @dataclass(slots=True)
 class Repeat:
     """A row that repeats an earlier one, exactly or nearly."""
 
-    row: Annotated[str, "file:line"]
-    earlier: Annotated[str, "file:line of the earlier row"]
-    similarity: Annotated[float, "1 for an exact repeat, else the estimated Jaccard similarity"]
+    row: str  # file:line
+    earlier: str  # file:line of the earlier row
+    similarity: float  # 1 for an exact repeat, else the estimated Jaccard similarity
 
 
 @dataclass(slots=True)
 class OverlapExample:
     """An item of a held-out set and a row that contains it."""
 
-    row: Annotated[str, "file:line"]
-    item: Annotated[str, "file:line (id)"]
-    share: Annotated[float, "Share of the item's runs that the row contains"]
+    row: str  # file:line
+    item: str  # file:line (id)
+    share: float  # share of the item's runs that the row contains
 
 
 @dataclass(slots=True)
 class OverlapFinding:
     """Items of a held-out set that occur in the rows."""
 
-    against: Annotated[str, "The held-out set"]
-    purpose: Annotated[Literal["validation", "eval"], "Purpose of the held-out set"]
-    num_items: Annotated[int, "Items with a user turn of six words or more"]
-    num_found: Annotated[int, "Items whose runs of 8 words are at least half contained in one row's user turns"]
-    num_rows: Annotated[int, "Rows that contain such an item"]
-    examples: Annotated[list[OverlapExample], "The first examples"]
+    against: str
+    purpose: Literal["validation", "eval"]
+    num_items: int  # items with a user turn of six words or more
+    num_found: int  # items whose runs of 8 words are at least half contained in one row's user turns
+    num_rows: int  # rows that contain such an item
+    examples: list[OverlapExample]
 
 
 @dataclass(slots=True)
 class SourceSummary:
     """Rows read and kept of one source, and the error that ended its reading, if any."""
 
-    path: Annotated[str, "Path as given"]
-    rows: Annotated[int, "Rows read"]
-    conversations: Annotated[int, "Rows kept"]
-    row_formats: Annotated[dict[str, int], "Rows kept, by row format"]
-    error: Annotated[str | None, "Error that ended its reading"]
+    path: str
+    rows: int  # rows read
+    conversations: int  # rows kept
+    row_formats: dict[str, int]
+    error: str | None
 
 
 @dataclass(slots=True)
@@ -153,9 +150,9 @@ class AugmentedRows:
     Others, in the same sources, are the rows that these were made of, or that were left as they are.
     """
 
-    changed: Annotated[int, "Rows that were changed"] = 0
-    added: Annotated[int, "Rows that were added to the row that they are made of"] = 0
-    kinds: Annotated[dict[str, int], "Changed or added rows by kind"] = field(default_factory=dict)
+    changed: int = 0  # rows that were changed
+    added: int = 0  # rows that were added to the row that they are made of
+    kinds: dict[str, int] = field(default_factory=dict)  # changed or added rows by kind
 
     def add(self, kinds: list[str]) -> None:
         """Count a row that was made by these kinds."""
@@ -175,44 +172,42 @@ class AugmentedRows:
 class SecretsFound:
     """Secrets of the conversations, each counted in every place where it stands; the warnings list the places."""
 
-    rows: Annotated[int, "Conversations with a secret"] = 0
-    kinds: Annotated[dict[str, int], "Places by kind of secret"] = field(default_factory=dict)
-    searched: Annotated[list[str], "What was looked for: secrets, emails, phones, paths"] = field(default_factory=list)
+    rows: int = 0  # conversations with a secret
+    kinds: dict[str, int] = field(default_factory=dict)  # places by kind of secret
+    searched: list[str] = field(default_factory=list)  # what was looked for: secrets, emails, phones, paths
 
 
 @dataclass(slots=True)
 class Report:
     """Output of `fctune data check --json`. rows = conversations + defects; left_out is of records that are no rows."""
 
-    sources: Annotated[list[SourceSummary], "One entry per source"]
-    rows: Annotated[int, "Rows read"]
-    conversations: Annotated[int, "Rows that can be trained on"]
-    calls: Annotated[int, "Calls in the conversations"]
-    tools: Annotated[int, "Distinct tool names in the conversations"]
-    duplicates: Annotated[int, "Conversations that repeat an earlier one exactly"]
-    near_duplicates: Annotated[
-        int, "Others that nearly repeat one (estimated Jaccard similarity of 3-word runs >= 0.8)"
-    ]
-    defects: Annotated[int, "Rows that cannot be trained on; each has one defect, its first"]
-    warnings: Annotated[int, "Warnings about rows that are kept"]
-    defect_kinds: Annotated[list[Finding], "Defects by kind, the most frequent first"]
-    warning_kinds: Annotated[list[Finding], "Warnings by kind, the most frequent first"]
-    notes: Annotated[dict[str, int], "Number of conversions made while reading rows, by kind"]
-    left_out: Annotated[dict[str, int], "Number of records and parts of logs that were left out, by kind"]
-    failures: Annotated[dict[str, int], "Records with an answer that failed, by the field and value that say so"]
+    sources: list[SourceSummary]
+    rows: int  # rows read
+    conversations: int  # rows that can be trained on
+    calls: int  # calls in the conversations
+    tools: int  # distinct tool names in the conversations
+    duplicates: int  # conversations that repeat an earlier one exactly
+    near_duplicates: int  # others that nearly repeat one (estimated Jaccard similarity of 3-word runs >= 0.8)
+    defects: int  # rows that cannot be trained on; each has one defect, its first
+    warnings: int  # warnings about rows that are kept
+    defect_kinds: list[Finding]  # defects by kind, the most frequent first
+    warning_kinds: list[Finding]  # warnings by kind, the most frequent first
+    notes: dict[str, int]  # number of conversions made while reading rows, by kind
+    left_out: dict[str, int]  # number of records and parts of logs that were left out, by kind
+    failures: dict[str, int]  # records with an answer that failed, by the field and value that say so
     augmented: AugmentedRows
     secrets: SecretsFound
-    unread_columns: Annotated[dict[str, int], "Rows with a column of which nothing is in the conversation, by column"]
-    classes: Annotated[dict[str, int], CLASSES]
+    unread_columns: dict[str, int]  # rows with a column of which nothing is in the conversation, by column
+    classes: dict[str, int]  # rows by key of CLASSES
     num_messages: Lengths
     num_characters: Lengths
     tokens: Tokens | None
     reasoning: ReasoningUse
-    tool_use: Annotated[list[ToolUse], "The tools called most"]
-    duplicate_examples: Annotated[list[Repeat], "The first duplicates"]
-    near_duplicate_examples: Annotated[list[Repeat], "The first near duplicates"]
-    overlaps: Annotated[list[OverlapFinding], "One entry per held-out set"]
-    seconds: Annotated[float, "Duration of the check in seconds"]
+    tool_use: list[ToolUse]  # the tools called most
+    duplicate_examples: list[Repeat]
+    near_duplicate_examples: list[Repeat]
+    overlaps: list[OverlapFinding]
+    seconds: float
 
     @property
     def errors(self) -> list[str]:
@@ -224,7 +219,7 @@ class Report:
         return not self.errors and self.conversations > 0 and (on_invalid == "skip" or self.defects == 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON that obeys ``make_report_schema()``."""
+        """Return the report as JSON."""
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     def render_text(self) -> RenderableType:
@@ -350,44 +345,3 @@ def _make_bins(counts: Counter[int]) -> list[tuple[int, int, int]]:
         for i, start, stop in zip(range(min(bins), max(bins) + 1), edges[:-1], edges[1:], strict=True)
         if start < stop
     ]
-
-
-def _schema_of(hint: Any) -> dict[str, Any]:
-    """Return the JSON Schema of a type; the metadata of ``Annotated`` is its description, or those of a dict's keys."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        note = hint.__metadata__[0]
-        if isinstance(note, dict):
-            return _object_schema({key: _schema_of(Annotated[int, text]) for key, text in note.items()})
-        return {**_schema_of(arguments[0]), "description": note}
-    if is_dataclass(hint):
-        hints = get_type_hints(hint, include_extras=True)
-        properties = {one.name: _schema_of(hints[one.name]) for one in fields(hint)}
-        return {**_object_schema(properties), "description": hint.__doc__}
-    if origin is UnionType:
-        return {"anyOf": [_schema_of(option) for option in arguments]}
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    if origin in (list, tuple):
-        return {"type": "array", "items": _schema_of(arguments[0])}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _schema_of(arguments[1])}
-    simple: dict[Any, dict[str, Any]] = {
-        str: {"type": "string"},
-        int: {"type": "integer", "minimum": 0},
-        float: {"type": "number"},
-    }
-    return simple.get(hint, {"type": "null"})
-
-
-def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def make_report_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the report."""
-    schema = _schema_of(Report)
-    schema["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
-    schema["required"].append("schema_version")
-    title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fctune data check report"}
-    return {**title, **schema}
