@@ -15,7 +15,6 @@ the result is blocked.
 """
 
 from fctune.apps.gate.gate import run_gate
-from fctune.apps.gate.lines import JudgedLine, Line, judge_lines
 from fctune.apps.gate.report import GateReport
 
-__all__ = ["GateReport", "JudgedLine", "Line", "judge_lines", "run_gate"]
+__all__ = ["GateReport", "run_gate"]
