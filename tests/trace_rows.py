@@ -67,9 +67,6 @@ def any_value(value: Any) -> Row:
     return {"kvlistValue": {"values": [{"key": key, "value": any_value(item)} for key, item in value.items()]}}
 
 
-TRACE = {"traceId": "5b8efff798038103d269b633813fc60c", "spanId": "eee19b7ec3c1b174"}
-
-
 def otlp(*spans: Row, is_text: bool = True) -> Row:
     """A document of OTLP; messages are strings of JSON, or structured values."""
 

@@ -22,7 +22,6 @@ from typing import Any
 from tests.conftest import ROOT
 from tests.ranks import find_port
 
-NODES = ("n0", "n1")
 USER, UID = "trainer", 23456
 DAEMONS = ("slurmctld", "slurmd", "munged", "sshd")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
@@ -11,7 +10,6 @@ from typing import Any
 from fctune.tasks.environments.base import Environment, Split, TaskSpec, ToolError
 
 _STEP = {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"]}
-_STARTS = itertools.count()
 
 
 class Counter(Environment):
