@@ -77,7 +77,7 @@ class Redactor:
         """
         found = self.scanner.find(row.conversation)
         for _, _, text in walk_value(row.provenance, "", ""):
-            self.scanner.search(text, "", found)
+            self.scanner.search(text, found)
         if not found:
             return row, NOTHING
         findings, table = self.scanner.locate(row, found), self._make_table(found)

@@ -444,12 +444,12 @@ class SecretScanner:
     def find_in_text(self, text: str) -> dict[str, str]:
         """Return the kind of each secret in a text."""
         found: dict[str, str] = {}
-        self.search(text, "", found)
+        self.search(text, found)
         return found
 
-    def search(self, text: str, name: str, found: dict[str, str]) -> None:
-        """Add the secrets in a text to those found; ``name`` is that of the value which the text is, or ""."""
-        self._search(text, name, self._choose(text), found)
+    def search(self, text: str, found: dict[str, str]) -> None:
+        """Add the secrets in a text to those found."""
+        self._search(text, "", self._choose(text), found)
 
     def locate(self, row: ParsedRow | Conversation, found: dict[str, str] | None = None) -> list[Finding]:
         """Return the places of all secrets of a row: each string of it, with each secret that it holds.

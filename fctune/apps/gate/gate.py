@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from fctune import __version__
-from fctune.apps.gate.cases import SUITE as HELD_OUT
 from fctune.apps.gate.history import TrainingHistory, find_history
 from fctune.apps.gate.lines import JudgedLine, Line, judge_lines
 from fctune.apps.gate.models import GateModel, ServerGoneError, is_on_disk, open_models
@@ -83,7 +82,7 @@ def run_gate(
     lines, not_run, missing = make_lines(plan, answers[before.side], answers[after.side])
     judged, commands = _judge(lines, config.accepted_fall, history)
     blind = [f"{line.line.name}: {why}" for line in judged if (why := line.blindness) is not None]
-    tables = make_tables(answers[before.side], answers[after.side], HELD_OUT)
+    tables = make_tables(answers[before.side], answers[after.side])
     settings = _describe(config, path, plan)
     still_blocking = _find_still_blocking(tuned, judged)
     stopped = [

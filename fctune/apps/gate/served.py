@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fctune.apps.gate.cases import HeldOutCases
+from fctune.apps.gate.cases import SUITE, HeldOutCases
 from fctune.apps.gate.models import GateModel
 from fctune.base.errors import ConfigError
 from fctune.config.sections.gate import GateConfig
@@ -57,13 +57,12 @@ def ask_served(
     return asked
 
 
-def make_tables(before: Mapping[str, Rows], after: Mapping[str, Rows], plain: str) -> dict[str, Any]:
+def make_tables(before: Mapping[str, Rows], after: Mapping[str, Rows]) -> dict[str, Any]:
     """Return what streaming and guided decoding change, for the report; each with ``columns``, ``rows`` and ``lead``.
 
     Args:
         before: The base's rows by suite and case.
         after: The result's.
-        plain: Name of the suite of the same cases without streaming and guiding.
     """
     sides = {"base": before, "result": after}
     tables: dict[str, Any] = {}
@@ -71,14 +70,14 @@ def make_tables(before: Mapping[str, Rows], after: Mapping[str, Rows], plain: st
         tables["Streaming"] = {
             "lead": "Answers whose calls differ from those of the same request without streaming.",
             "columns": ["model", "answers", "with other calls", "such as"],
-            "rows": [[side, *_compare_streams(rows[plain], rows[STREAMED])] for side, rows in sides.items()],
+            "rows": [[side, *_compare_streams(rows[SUITE], rows[STREAMED])] for side, rows in sides.items()],
         }
     if GUIDED in before:
         tables["Guided decoding"] = {
             "lead": "Cases with a call due, with tool_choice=required. Hidden: wrong without it because no call could "
             "be read, and right with it; every answer is then a call, also where none is due.",
             "columns": ["model", "decoding", "cases", "right", "median s", "unanswered", "hidden"],
-            "rows": [row for side, rows in sides.items() for row in _compare_guided(side, rows[plain], rows[GUIDED])],
+            "rows": [row for side, rows in sides.items() for row in _compare_guided(side, rows[SUITE], rows[GUIDED])],
         }
     return tables
 
