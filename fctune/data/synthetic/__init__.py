@@ -12,8 +12,7 @@ from typing import Literal
 
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic.cases import Case, iter_held_out, iter_reasoned, iter_shuffled, iter_train
-from fctune.data.synthetic.curriculum import iter_curriculum
-from fctune.data.synthetic.varied import iter_varied
+from fctune.data.synthetic.curriculum import iter_curriculum, iter_varied
 
 __all__ = ["Case", "Split", "iter_cases", "iter_conversations"]
 

@@ -1,4 +1,8 @@
-"""The base model's curriculum: read tools and copy values, answered in plain text and never with a call."""
+"""Rows with invented tools: the base model's curriculum, which has no calls, and rows that teach calls.
+
+The curriculum is to read tools and copy values, answered in plain text. The other rows have tools that change from row
+to row, so that those of held-out cases are unseen.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fctune.data.augment.spoken import join_words
-from fctune.data.conversation import Conversation, Message
+from fctune.data.conversation import Call, Conversation, Message
 from fctune.data.synthetic.invented import InventedTool, draw_arguments, draw_tool, frame_request, word_request
 from fctune.data.synthetic.target_requests import frame_target_request
 from fctune.data.synthetic.target_tools import load_target_tools
@@ -21,7 +25,8 @@ _STYLES = {
     "prose": ("Answer in one sentence.", "Say it in words.", "Reply in prose."),
     "lines": ("Answer in lines.", "One value a line.", "List the values."),
 }
-_NONE_FITS = ("None of the tools fits that.", "No tool here can do that.", "I have no tool for that.")
+_UNFIT = "I have no tool for that."
+_NONE_FITS = ("None of the tools fits that.", "No tool here can do that.", _UNFIT)
 _SMALL_TALK = (
     ("Thanks!", "You are welcome."),
     ("Thank you, that was all.", "You are welcome."),
@@ -32,7 +37,7 @@ _SMALL_TALK = (
     ("Who are you?", "I am an assistant that reads tools."),
     ("Goodbye.", "Goodbye!"),
 )
-JOINERS = (" and ", " and also ", ", then ", ". Also ", " and then ", "; ")
+_JOINERS = (" and ", " and also ", ", then ", ". Also ", " and then ", "; ")
 
 Turn = tuple[str, str]
 CurriculumTool = InventedTool | VariantTool
@@ -55,7 +60,7 @@ def _answer(tool: CurriculumTool, arguments: dict[str, Any], style: str) -> str:
     return f"Use {name} with " + join_words([f"{key} {value}" for key, value in pairs]) + "."
 
 
-def draw_clause(tool: CurriculumTool, rng: random.Random) -> tuple[str, dict[str, Any]]:
+def _draw_clause(tool: CurriculumTool, rng: random.Random) -> tuple[str, dict[str, Any]]:
     """Draw a clause that asks for the tool, and the expected arguments."""
     if isinstance(tool, VariantTool):
         return tool.request(rng)
@@ -63,19 +68,19 @@ def draw_clause(tool: CurriculumTool, rng: random.Random) -> tuple[str, dict[str
     return word_request(tool, arguments, rng), arguments
 
 
-def frame_clause(clause: str, tool: CurriculumTool, rng: random.Random) -> str:
+def _frame_clause(clause: str, tool: CurriculumTool, rng: random.Random) -> str:
     """Turn the clause into a user's message."""
     if isinstance(tool, VariantTool):
         return str(frame_target_request(clause, "train", rng).content)
     return frame_request(clause, rng)
 
 
-def draw_unfit_request(tools: list[CurriculumTool], rng: random.Random) -> str:
+def _draw_unfit_request(tools: list[CurriculumTool], rng: random.Random) -> str:
     """Draw a request that none of the tools fits."""
     other = draw_variant(rng)
     while any(isinstance(tool, VariantTool) and tool.target is other.target for tool in tools):
         other = draw_variant(rng)
-    return frame_clause(draw_clause(other, rng)[0], other, rng)
+    return _frame_clause(_draw_clause(other, rng)[0], other, rng)
 
 
 def _request_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
@@ -86,15 +91,15 @@ def _request_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -
     for _ in range(num_requests):
         if not same_tool:
             tool = rng.choice(tools)
-        clause, arguments = draw_clause(tool, rng)
+        clause, arguments = _draw_clause(tool, rng)
         clauses.append(clause)
         answers.append(_answer(tool, arguments, style))
-    return frame_clause(rng.choice(JOINERS).join(clauses), tool, rng), "\n".join(answers)
+    return _frame_clause(rng.choice(_JOINERS).join(clauses), tool, rng), "\n".join(answers)
 
 
 def _unfit_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
     del style
-    return rng.choice(_SMALL_TALK) if rng.random() < 0.3 else (draw_unfit_request(tools, rng), rng.choice(_NONE_FITS))
+    return rng.choice(_SMALL_TALK) if rng.random() < 0.3 else (_draw_unfit_request(tools, rng), rng.choice(_NONE_FITS))
 
 
 def _about_turn(tools: list[CurriculumTool], style: str, rng: random.Random) -> Turn:
@@ -147,12 +152,12 @@ def _record_turn(tools: list[CurriculumTool], style: str, rng: random.Random) ->
 def _result_messages(tools: list[CurriculumTool], style: str, rng: random.Random) -> list[Message]:
     """Make a request, the plain answer, the tool's result and a sentence about it."""
     tool = rng.choice(tools)
-    clause, arguments = draw_clause(tool, rng)
+    clause, arguments = _draw_clause(tool, rng)
     kinds = [kind for kind in MADE_UP_VALUES if kind not in ("flag", "list")]
     record = {key: MADE_UP_VALUES[rng.choice(kinds)](rng) for key in rng.sample(NOUNS, rng.randint(1, 3))}
     sentence = join_words([f"the {key} is {value}" for key, value in record.items()])
     return [
-        Message("user", frame_clause(clause, tool, rng)),
+        Message("user", _frame_clause(clause, tool, rng)),
         Message("assistant", _answer(tool, arguments, style)),
         Message("tool", json.dumps(record), name=tool.tool.name),
         Message("assistant", sentence[0].upper() + sentence[1:] + "."),
@@ -163,7 +168,7 @@ _TURNS = (_request_turn, _unfit_turn, _about_turn, _copy_turn, _record_turn)
 _WEIGHTS = (0.7, 0.08, 0.04, 0.12, 0.06)
 
 
-def draw_tools(rng: random.Random) -> list[CurriculumTool]:
+def _draw_tools(rng: random.Random) -> list[CurriculumTool]:
     """Draw up to three tools with different names; most are variants of different target tools."""
     known = load_target_tools()
     targets = rng.sample(known.called if rng.random() < 0.7 else known.all, 3)
@@ -176,7 +181,7 @@ def draw_tools(rng: random.Random) -> list[CurriculumTool]:
 def draw_conversation(rng: random.Random) -> Conversation:
     """Draw one conversation of the curriculum."""
     style = rng.choices(("json", "prose", "lines"), (0.8, 0.1, 0.1))[0]
-    tools = draw_tools(rng)
+    tools = _draw_tools(rng)
     system = rng.choice(_STYLES[style])
     messages = [Message("system", system)] if system else []
     for _ in range(rng.randint(3, 5)):
@@ -193,3 +198,26 @@ def iter_curriculum(num_rows: int, seed: int) -> Iterator[Conversation]:
     rng = random.Random(f"pretrain:{seed}")
     for _ in range(num_rows):
         yield draw_conversation(rng)
+
+
+_NUM_CALLS, _NUM_CALLS_WEIGHTS = (1, 2, 0), (0.6, 0.2, 0.2)
+_SINGLE_SHARE = 0.75  # such a small model is slow to learn to choose between tools that it has never seen
+
+
+def iter_varied(num_rows: int, seed: int) -> Iterator[Conversation]:
+    """Yield conversations of one request, each with a tool of its own, some with two or three; a fifth need no call."""
+    rng = random.Random(f"varied:{seed}")
+    for row in range(num_rows):
+        tools = _draw_tools(rng)
+        if rng.random() < _SINGLE_SHARE:
+            tools = tools[:1]
+        num_calls = rng.choices(_NUM_CALLS, _NUM_CALLS_WEIGHTS)[0]
+        if not num_calls:
+            messages = (Message("user", _draw_unfit_request(tools, rng)), Message("assistant", _UNFIT))
+        else:
+            due = [rng.choice(tools) for _ in range(num_calls)]
+            clauses, arguments = zip(*[_draw_clause(tool, rng) for tool in due], strict=True)
+            calls = tuple(Call(tool.tool.name, values) for tool, values in zip(due, arguments, strict=True))
+            user = _frame_clause(rng.choice(_JOINERS).join(clauses), due[-1], rng)
+            messages = (Message("user", user), Message("assistant", calls=calls))
+        yield Conversation(messages, tuple(tool.tool for tool in tools), f"synthetic:varied:{row}")
