@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import yaml
 
-from benchmarks.generate.loop import write_cases
 from benchmarks.generate.server import READ_ONLY, SUITE, list_tools
 from fctune.apps.generate.dialogue import HeldOut
 from fctune.apps.generate.inputs import read_held_out
@@ -24,15 +22,6 @@ def test_the_requests_are_valid_and_of_every_kind() -> None:
         checked = ToolSet(case.prompt.tools)
         assert all(checked.accepts(call) for call in case.expected), case.id
         assert bool(case.expected) or case.category not in ("one_call", "several_calls", "repeated_tool"), case.id
-
-
-def test_the_cases_of_the_loop_are_those_of_the_suite(tmp_path: Path) -> None:
-    write_cases(tmp_path / "cases.jsonl")
-    written, cases = (load_suite(path).cases for path in (tmp_path / "cases.jsonl", SUITE))
-    for one, other in zip(written, cases, strict=True):
-        assert (one.id, one.category, one.expected) == (other.id, other.category, other.expected)
-        assert one.prompt.messages == other.prompt.messages
-        assert [tool.function for tool in one.prompt.tools] == [tool.function for tool in other.prompt.tools]
 
 
 def test_the_server_has_the_tools_of_the_suite() -> None:
