@@ -130,6 +130,9 @@ def _judge(
     profile = history.profile() if history is not None else None
     if profile is not None:
         profile.base_reasons = any(line.name == "reasoning" for line in lines)
+        for line in lines:
+            if line.name == "over_refusing":
+                profile.called_share = sum(outcome.after for outcome in line.outcomes) / len(line.outcomes)
     judged = [replace(one, remedies=find_remedies(one, profile)) if one.has_fallen else one for one in judged]
     worse = [one for one in judged if one.verdict == "worse"]
     return judged, tuple(make_commands(combine(worse or judged), history))

@@ -44,6 +44,7 @@ class RowProfile:
         has_replay: General rows were mixed in.
         learning_rate: The highest of the run; None: unknown.
         base_reasons: The base reasons on the cases, so that it can lose that.
+        called_share: Share of the held-out requests with a fitting tool in which the result calls one; None: unknown.
         num_rows: Conversations.
         counts: Number of those with each property: ``tools``, ``call``, ``no_call`` (tools, and none is called),
             ``clarification`` (tools, and the assistant asks before it calls or instead), ``several_turns`` of the user,
@@ -60,6 +61,7 @@ class RowProfile:
     has_replay: bool = False
     learning_rate: float | None = None
     base_reasons: bool = True
+    called_share: float | None = None
     num_rows: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     tool_sets: Counter[frozenset[str]] = field(default_factory=Counter)

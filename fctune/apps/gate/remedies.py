@@ -14,6 +14,8 @@ from fctune.config.intervals import format_count, format_share, parse_share
 _FEW_NEGATIVES, _HALF_NEGATIVES, _MANY_NEGATIVES = 0.15, 0.4, 0.5
 _FEW = 0.02  # of the rows, so that they teach nothing
 _ONE_SET = 0.9  # of the rows with tools, that offer the same ones
+_CALLS_TOO_MUCH = ("over_calling", "missing_tool")
+_MOST_CALLED = 0.8  # of the requests with a fitting tool, in which a result calls that refuses no more than it should
 _REPLAY = {"data.replay.sources": "[{path: GENERAL.jsonl}]", "data.replay.share": "10%"}
 _GENERAL = "GENERAL.jsonl is a file or an hf: set of what the base should keep"
 
@@ -22,10 +24,31 @@ def find_remedies(line: JudgedLine, profile: RowProfile | None) -> tuple[Remedy,
     """Return what explains the fall of a line, and what treats it; always something."""
     if profile is None or not profile.num_rows:
         return (Remedy("the training rows are not known; name them with --rows to have them searched", {}),)
-    names = _EXPLANATIONS.get(line.line.cause or line.line.name, ())
+    cause = line.line.cause or line.line.name
+    if cause in _CALLS_TOO_MUCH and (confused := _widen(profile)) is not None:
+        return (confused,)
+    names = _EXPLANATIONS.get(cause, ())
     found = [remedy for name in names if (remedy := name(profile)) is not None]
     own = [remedy for remedy in found if not remedy.note]  # from the rows themselves, without others to look for
     return tuple(own or found) or (_keep_base(profile),)
+
+
+def _widen(profile: RowProfile) -> Remedy | None:
+    """Return the remedy of a result that refuses as well as calls too much: more rows without a call teach refusing."""
+    called = profile.called_share
+    if called is None or called >= _MOST_CALLED or _count_negatives(profile) < _FEW_NEGATIVES:
+        return None
+    finding = (
+        f"few wordings: the result also calls nothing in {1 - called:.0%} of the held-out requests that a tool on "
+        "offer answers, so that it cannot tell the two apart, and more rows without a call would teach it to refuse"
+    )
+    if profile.has_replay:
+        overrides = _augment(profile, mask_names=0.3, distract=0.5, shuffle_tools=1.0)
+        return Remedy(finding, overrides) if overrides else None
+    replay = {"data.replay.sources": "[{path: CALLS.jsonl}]", "data.replay.share": "33%"}
+    return Remedy(
+        finding, replay, "CALLS.jsonl is a file or an hf: set of other people's requests that call other tools"
+    )
 
 
 def _add_negatives(profile: RowProfile) -> Remedy | None:

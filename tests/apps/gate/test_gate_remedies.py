@@ -95,6 +95,24 @@ def parse_rows(path: Path, rows: list[dict[str, Any]]) -> RowProfile:
     return TrainingHistory(str(path), None, (str(path),)).profile()
 
 
+def test_a_result_that_calls_and_refuses_too_much_is_not_taught_to_refuse_more() -> None:
+    rows = [(1, make_row(Message("user", f"Do {i}"), TEXT if i % 10 == 0 else CALL)) for i in range(100)]
+    confused = profile(*rows, take_away=0.2)
+    confused.called_share = 0.55
+    for line in (fallen("over_calling"), fallen("over_calling", "missing_tool")):
+        (remedy,) = find_remedies(line, confused)
+        assert "calls nothing in 45% of the held-out requests that a tool on offer answers" in remedy.finding
+        assert set(remedy.overrides) == {"data.replay.sources", "data.replay.share"}
+    confused.has_replay = True
+    (remedy,) = find_remedies(fallen("over_calling"), confused)
+    assert remedy.overrides["data.augment.mask_names"] == "30%"
+    confused.called_share = 0.9
+    assert find_remedies(fallen("over_calling"), confused)[0].overrides["data.augment.take_away"] == "30%"
+    few = profile((100, make_row(USER, CALL)))
+    few.called_share = 0.55
+    assert find_remedies(fallen("over_calling"), few)[0].overrides == {"data.augment.take_away": "30%"}
+
+
 def test_only_what_the_augmenter_can_do_to_the_rows_is_proposed(tmp_path: Path) -> None:
     def make(names: list[str], number: int) -> dict[str, Any]:
         call = {"name": names[0], "arguments": json.dumps({"order": f"A{number}"})}
