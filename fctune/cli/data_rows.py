@@ -237,7 +237,7 @@ def _add_augment(data: Any) -> None:
 
 
 def add_tools_argument(command: argparse.ArgumentParser) -> None:
-    """Add ``--tools``."""
+    """Add the option that gives tools to rows without any; ``read_tool_files`` reads its files."""
     command.add_argument(
         "--tools",
         type=Path,

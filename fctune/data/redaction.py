@@ -207,8 +207,8 @@ class SecretScreen:
 
 _LETTERS, _DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"
 _LOWER = _LETTERS + _DIGITS
-# What providers write before the random part of their keys.
 _PASSWORDS = ("basic_auth", "command_password", "named_secret")
+# What providers write before the random part of their keys.
 _PREFIX = re.compile(
     r"https://hooks\.slack\.com/services/|AccountKey=|A3T[A-Z0-9]|ABIA|ACCA|AKIA|ASIA|AIza|ya29\.|eyJ|SG\.|GR1348941|dapi"
     r"|AC(?=[a-z0-9]{32}$)|SK(?=[a-z0-9]{32}$)|sk-(?:ant-[a-z0-9]+-|proj-|svcacct-|admin-|or-v1-)?|github_pat_|dop_v1_"

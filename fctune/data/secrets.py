@@ -64,7 +64,7 @@ MARK = "redacted"
 
 _MIN_NAMED = 8  # characters of a value that its name calls a secret; shorter ones are mostly words
 _MIN_COMMAND = 6  # characters of a password that a command gets
-_PASSWORD_WORDS = ("pass", "password", "passwd", "secret", "token")
+_PASSWORD_WORDS = ("pass", "password", "pwd", "secret", "token")
 _MAX_CACHED_TOOLS = 10_000
 _SHOWN_PIECE = 6  # characters of a secret that no message shows
 
@@ -399,7 +399,7 @@ def _is_random(text: str) -> bool:
 
 
 def _is_url_password(text: str) -> bool:
-    return text.lower() not in (*_PASSWORD_WORDS, "pwd") and not text.isdigit()
+    return text.lower() not in _PASSWORD_WORDS and not text.isdigit()
 
 
 def _is_named_secret(text: str) -> bool:
