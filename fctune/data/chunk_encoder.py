@@ -29,6 +29,7 @@ from fctune.data.conversation_encoder import (
     make_limit_error,
 )
 from fctune.data.fold import hash_beginning
+from fctune.data.long_conversations import cut_conversation, split_conversation
 from fctune.data.pairs import Pair, PairError, PairReader, encode_pair
 from fctune.data.redaction import Redaction, SecretScreen
 from fctune.data.secrets import SecretCounts
@@ -62,6 +63,9 @@ class Counts:
     invalid: int = 0  # defects, skipped
     overlong: int = 0  # over seq_len, dropped
     cut: int = 0  # over seq_len, cut after a turn
+    split: int = 0  # over seq_len, divided into parts
+    parts: int = 0  # of the divided conversations
+    lost_turns: int = 0  # supervised turns of the divided conversations that no part has room for
     reasoning: int = 0  # kept and with reasoning that is not dropped
     unsupervised: int = 0  # without supervised tokens under train_on and weights, dropped
     benchmark: int = 0  # kept and marked as questions of a public benchmark
@@ -362,23 +366,20 @@ class ChunkEncoder:
             raise _OverlongError(
                 f"{format_count(longest, 'token')}{' of both answers' if is_pair else ''}, over "
                 f"data.seq_len={self.config.seq_len}; raise it, or set data.overlong to "
-                f"{'drop' if is_pair else 'drop or cut'}"
+                f"{'drop' if is_pair else 'split_turns, cut or drop'}"
             )
-        is_cut = self.config.overlong == "cut" and not isinstance(item, Pair)
-        shorter = self._cut(item) if is_cut else None  # type: ignore[arg-type]
-        counts.cut += shorter is not None
+        shorter: list[Encoded] | None = None
+        if isinstance(item, Conversation) and self.config.overlong == "cut":
+            shorter = cut_conversation(item, self.encoder, self.config.seq_len)
+            counts.cut += shorter is not None
+        elif isinstance(item, Conversation) and self.config.overlong == "split_turns":
+            parts = split_conversation(item, self.encoder, self.config.seq_len)
+            shorter = parts.samples or None
+            counts.split += shorter is not None
+            counts.parts += len(parts.conversations)
+            counts.lost_turns += parts.num_lost if shorter is not None else 0
         counts.overlong += shorter is None
         return shorter
-
-    def _cut(self, conversation: Conversation) -> list[Encoded] | None:
-        """Encode the longest beginning that fits and ends with an assistant turn; None if there is none."""
-        messages = conversation.messages
-        ends = [i + 1 for i, message in enumerate(messages) if message.role == "assistant"]
-        for end in reversed(ends[:-1]):
-            shorter = self.encoder.encode(replace(conversation, messages=messages[:end]))
-            if all(len(sample.token_array) <= self.config.seq_len for sample in shorter):
-                return shorter
-        return None
 
 
 def make_screen(config: DataConfig) -> SecretScreen | None:

@@ -257,7 +257,7 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
         f"{kept} from {format_count(counts.rows, 'row')}, {format_count(counts.tokens, 'token')}, "
         f"{counts.supervised / counts.tokens:.0%} of them supervised ({prepared.path})"
     ]
-    if not prepared.is_paired and counts.samples > counts.conversations:
+    if not prepared.is_paired and counts.samples > counts.conversations - counts.split + counts.parts:
         lines.append(
             f"{counts.samples:,} samples: the chat template rewrites earlier turns, so turns are trained each with the "
             "history that the model will see"
@@ -281,6 +281,12 @@ def describe_counts(prepared: PreparedSet) -> list[str]:
     ):
         if count:
             lines.append(f"{format_count(count, 'conversation')} {what}")
+    if counts.split:
+        lost = f"; {format_count(counts.lost_turns, 'turn')} too long for any" if counts.lost_turns else ""
+        lines.append(
+            f"{format_count(counts.split, 'conversation')} divided into {counts.parts:,} parts of at most "
+            f"{prepared.seq_len:,} tokens{lost}"
+        )
     if prepared.augmented:
         made = f"{format_count(counts.changed, 'conversation')} changed and {counts.added:,} added by data.augment"
         shares = prepared.inputs["augment"]

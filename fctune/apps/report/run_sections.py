@@ -56,6 +56,8 @@ _COUNTS = {
     "invalid": "invalid rows, skipped",
     "overlong": "conversations dropped as too long",
     "cut": "conversations truncated",
+    "split": "conversations divided into parts",
+    "lost_turns": "turns too long for any part",
     "unsupervised": "conversations dropped, no supervised tokens",
     "changed": "conversations changed by data.augment",
     "added": "conversations added by data.augment",

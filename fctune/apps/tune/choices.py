@@ -227,6 +227,8 @@ def size_config(
     rows = format_count(facts.conversations, "row")
     limit = architecture.max_position_embeddings
     seq_len = min(max(MIN_SEQ_LEN, 2 ** math.ceil(math.log2(max(2, facts.longest)))), limit)
+    if draft.is_given("data.seq_len"):
+        seq_len = draft.parse().data.seq_len
     if facts.longest <= seq_len:
         draft.choose("data.seq_len", seq_len, f"holds the longest row, {format_count(facts.longest, 'token')}")
         draft.choose("data.overlong", "fail", "no row is longer than seq_len")
@@ -234,7 +236,10 @@ def size_config(
         draft.choose(
             "data.seq_len", seq_len, f"the model reads {limit:,} tokens; the longest row has {facts.longest:,}"
         )
-        draft.choose("data.overlong", "drop", "rows that the model cannot read are left out, and counted")
+        if draft.parse().data.train_reasoning == "last":
+            draft.choose("data.overlong", "drop", "longer rows are left out and counted: parts lack the last request")
+        else:
+            draft.choose("data.overlong", "split_turns", "longer rows become parts, each with the turns before it")
     requests = facts.conversations - facts.no_tools if facts.requests is None else facts.requests
     no_calls = facts.no_calls if facts.no_call_requests is None else facts.no_call_requests
     if no_calls < _FEW_NO_CALLS * requests:

@@ -213,8 +213,10 @@ class DataConfig:
     max_invalid_share: Annotated[float | str, PERCENTAGE, KEEPS_PREPARED] = "10%"
     """With `on_invalid: skip`: stop if more of any source's rows than this are unusable. Conversations that `overlong`
     drops do not count."""
-    overlong: Literal["fail", "drop", "cut"] = "fail"
-    """Conversations longer than `seq_len`: stop, drop them, or cut them at the end of a turn."""
+    overlong: Literal["fail", "drop", "cut", "split_turns"] = "fail"
+    """Conversations longer than `seq_len`: stop, drop them, cut them at the end of a turn, or divide them into parts.
+    Each part keeps the tools, the system prompt, the request, and of the turns before as many as fit; each turn is
+    trained in one part."""
     parallel_calls: Literal["error", "split"] = "error"
     """Turns with several calls, if the chat template renders only one per turn: report the row as invalid, or split the
     turn."""
@@ -251,6 +253,12 @@ class DataConfig:
                 ("redact", "secrets"),
                 f"{where}.redact: has no effect with {where}.secrets={self.secrets}; set {where}.secrets=redact",
             )
+        if self.overlong == "split_turns" and self.train_reasoning == "last":
+            problems.add(
+                ("overlong", "train_reasoning"),
+                f"{where}.overlong=split_turns: a part does not have the last user message, which "
+                f"{where}.train_reasoning=last looks for; set {where}.train_reasoning=all or none",
+            )
         if not self.pairs:
             return
         if not self.packed:
@@ -258,10 +266,11 @@ class DataConfig:
                 ("packed", "pairs"),
                 f"{where}.packed=false: the two answers of a pair share a packed row; set {where}.packed=true",
             )
-        if self.overlong == "cut":
+        if self.overlong in ("cut", "split_turns"):
             problems.add(
                 ("overlong", "pairs"),
-                f"{where}.overlong=cut: an answer of a pair cannot be cut; set {where}.overlong=drop",
+                f"{where}.overlong={self.overlong}: an answer of a pair cannot be "
+                f"{'cut' if self.overlong == 'cut' else 'divided'}; set {where}.overlong=drop",
             )
         if self.call_weight != 1.0:
             problems.add(

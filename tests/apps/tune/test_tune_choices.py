@@ -110,10 +110,18 @@ def test_what_the_user_sets_is_never_chosen() -> None:
         choose("fctune/assets/tiny_base", CPU, RowFacts(100, 20_000, 300), "epoch=7")
 
 
-def test_rows_longer_than_the_model_reads_are_dropped_and_said() -> None:
+def test_rows_longer_than_the_model_reads_are_divided_and_said() -> None:
     config, reasons = choose("fctune/assets/tiny_base", CPU, RowFacts(100, 900_000, 90_000))
-    assert config.data.overlong == "drop"
+    assert config.data.overlong == "split_turns"
     assert "the longest row has 90,000" in reasons["data.seq_len"]
+    last, _ = choose("fctune/assets/tiny_base", CPU, RowFacts(100, 900_000, 90_000), "data.train_reasoning=last")
+    assert last.data.overlong == "drop"
+
+
+def test_rows_longer_than_the_length_that_the_user_sets_are_divided() -> None:
+    config, reasons = choose("fctune/assets/tiny_base", CPU, RowFacts(100, 90_000, 2_000), "data.seq_len=1024")
+    assert (config.data.seq_len, config.data.overlong) == (1024, "split_turns")
+    assert reasons["data.seq_len"] == "command line"
 
 
 def test_a_base_that_fits_in_4_bits_alone_is_trained_so_and_one_that_does_not_names_smaller_models() -> None:
