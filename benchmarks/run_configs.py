@@ -47,6 +47,7 @@ from benchmarks.model_zoo import shrink
 from benchmarks.training import describe_machine
 from benchmarks.warm_python import WarmPython
 from fctune.apps.acceptance.config import AcceptanceConfig
+from fctune.base.exit_codes import STOPPED
 from fctune.base.launcher_watch import stop_with_parent
 from fctune.config.loading import compose_config, load_config
 from fctune.config.schema import RunConfig
@@ -59,7 +60,6 @@ from fctune.models.sources import find_public_config
 from fctune.tasks.environments.calendar import Calendar
 from fctune.tasks.environments.files import Files
 from fctune.tasks.environments.shop import Shop
-from fctune.training.callbacks.stop import STOPPED
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "configs.json"

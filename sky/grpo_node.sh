@@ -3,7 +3,8 @@
 #
 #   CONFIG=configs/llama3_1_8b_grpo.yaml MODEL=/mnt/shared/model CASES=/mnt/shared/cases.jsonl sky/grpo_node.sh
 #
-# sky/grpo.yaml lists the variables. Exit codes are those of sky/run_node.sh; a server that ends by itself is 1.
+# sky/grpo.yaml lists the variables. Exit codes are those of sky/run_node.sh: 76 also if the server is lost
+# while the training runs, and 1 if it does not start.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 [ ! -x .venv/bin/tune ] || PATH=$PWD/.venv/bin:$PATH
@@ -100,6 +101,7 @@ trap 'kill -TERM "$watcher" 2> /dev/null; kill -TERM "$training" 2> /dev/null' T
 wait "$training"; code=$?
 while kill -0 "$training" 2> /dev/null; do wait "$training"; code=$?; done
 kill -TERM "$watcher" 2> /dev/null
-wait "$watcher" 2> /dev/null && [ "$code" != 0 ] && code=1
+# The training has saved because it lost its server: another start may keep it. On its own node, the server ends with 1.
+wait "$watcher" 2> /dev/null && [ "$code" = 75 ] && code=76
 [ "$node" != 0 ] || touch "$done_file"
 exit "$code"

@@ -8,9 +8,10 @@
 #
 #   NUM_NODES=2 NODE_RANK=0 MASTER_ADDR=node-0 CONFIG=... sky/run_node.sh
 #
-# .env.example describes CONFIG and the other variables. Exit codes: 0 done, 1 a failed check or run, 2 wrong config or
-# data, 74 the disk takes no checkpoint or hangs: free some space first, 75 stopped on request after saving. After 74 and
-# 75, the same command resumes.
+# .env.example describes CONFIG and the other variables. fctune/base/exit_codes.py lists the exit codes and those after
+# which a launcher repeats this command: 75, stopped on request and saved, and 76, a GPU, a node or the network failed.
+# It does so without a limit of its own, so after MAX_RESTARTS (3) starts in a row that have saved no new checkpoint, this
+# script ends with 1 instead.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 [ ! -x .venv/bin/tune ] || PATH=$PWD/.venv/bin:$PATH
@@ -35,16 +36,50 @@ ranks=${FCTUNE_CPU_RANKS:-$gpus}
 export FCTUNE_SHARED=${FCTUNE_SHARED:-/mnt/shared} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/mnt/network}
 export HF_HOME=${HF_HOME:-$FCTUNE_SHARED/huggingface} FCTUNE_CACHE=${FCTUNE_CACHE:-$FCTUNE_SHARED/cache}
 
+# Newest checkpoint's step when this launch's last start ended, and how many in a row have not moved it. The head writes it
+# at the end, and all nodes read it before they meet in the preflight, so that all of them end with the same code.
+launch_id=${LAUNCH_ID:-${SKYPILOT_TASK_ID:-${SLURM_JOB_ID:+slurm-$SLURM_JOB_ID}}}
+progress=${launch_id:+$FCTUNE_SHARED/restarts/${launch_id//[^[:alnum:]_.-]/-}}
+last_step=0 fruitless=0
+[ ! -s "$progress" ] || read -r last_step fruitless < "$progress"
+
 # The preflight writes the launch here once all nodes are fit: recipe, output_dir, log, arguments.
 launch=$(mktemp)
 imports=$(mktemp -d)
 trap 'rm -rf "$launch" "$imports"' EXIT
+recipe='' output_dir='' log='' arguments=() faulty_nodes=''
+
+# Exit with a code; the ranks of the nodes to blame are for sky/slurm/batch.sh, on the head.
+leave() {
+  local code=$1 step=$last_step found
+  if [ -n "$progress" ] && { [ "$code" = 75 ] || [ "$code" = 76 ]; }; then
+    for found in "${output_dir:-/none}"/checkpoints/*checkpoint-*/_SUCCESS; do
+      found=${found%/_SUCCESS} found=${found##*-}
+      [[ ! "$found" =~ ^[0-9]+$ ]] || [ "$found" -le "$step" ] || step=$found
+    done
+    [ "$step" -gt "$last_step" ] && fruitless=0 || fruitless=$((fruitless + 1))
+    if [ "$node" = 0 ]; then
+      mkdir -p "${progress%/*}" && echo "$step $fruitless" > "$progress"
+    fi
+    if [ "$fruitless" -gt "${MAX_RESTARTS:-3}" ]; then
+      echo "$0: $fruitless starts in a row saved no new checkpoint after step $step, so this one (exit code $code) is not restarted" >&2
+      code=1
+    fi
+  fi
+  if [ "$node" = 0 ]; then
+    [ "$code" != 0 ] || [ -z "$progress" ] || rm -f "$progress"
+    [ -z "${SLURM_JOB_ID:-}" ] || [ ! -d "$FCTUNE_NETWORK" ] || echo "$code $faulty_nodes" > "$FCTUNE_NETWORK/ended"
+  fi
+  exit "$code"
+}
+
 TORCH_CPP_LOG_LEVEL=FATAL python -m fctune.cli preflight --config "$config" --gpus "$gpus" \
-  --nodes "$nodes" --node-rank "$node" --address "$head" --port "$port" --launch "$launch" "$@" || exit
-recipe='' output_dir='' log='' arguments=()
+  --nodes "$nodes" --node-rank "$node" --address "$head" --port "$port" --launch "$launch" "$@"
+code=$?
 # shellcheck source=/dev/null
 . "$launch"
-[ -n "$recipe" ] || { echo "$0: the preflight did not name a recipe" >&2; exit 1; }
+[ "$code" = 0 ] || leave "$code"
+[ -n "$recipe" ] || { echo "$0: the preflight did not name a recipe" >&2; leave 1; }
 started=${log%.log}.started # older than what this launch records, by the clock of the shared disk
 touch "$started"
 # Set only after the preflight: torch creates these folders, which would hide a missing disk.
@@ -99,6 +134,7 @@ finish_mirror() {
   [ -z "$stand_in" ] || kill -KILL "$stand_in" 2> /dev/null
   [ -n "$copier" ] || return 0
   kill -KILL "$copier" 2> /dev/null
+  wait "$copier" 2> /dev/null # otherwise bash reports the kill in the log, as its last line
   rm -f "$kept_kernels.$copier"
   copy_records
   keep_kernels
@@ -154,20 +190,28 @@ done
 wait "$torchrun" 2>/dev/null; last=$?  # torchrun may have ended during a trap; 127: already waited for
 [ "$last" = 127 ] || ended=$last
 
-# torchrun replaces every worker's exit code with 1. Rank 0 writes the real one to exit.json, which may appear late on
-# other nodes. A launch that has left the run before as it was writes not_started.json instead.
-[ "$ended" != 0 ] || { finish_mirror; exit 0; }
-code=''
+# torchrun replaces every worker's exit code with 1. A rank writes the real one to exit.json, which may appear late on
+# other nodes, and replaces another rank's record of what followed from it. A launch that has left the run before as it
+# was writes not_started.json instead.
+[ "$ended" != 0 ] || { finish_mirror; leave 0; }
+code='' is_final=''
 for _ in {1..5}; do
   for record in "$output_dir/exit.json" "$output_dir/not_started.json"; do
-    [ ! "$record" -nt "$started" ] || code=$(timeout 10 python -c \
-      'import json, sys; print(json.load(open(sys.argv[1]))["code"])' "$record" 2> /dev/null)
+    [ ! "$record" -nt "$started" ] || read -r code is_final faulty_nodes < <(timeout 10 python -c '
+import json, sys
+end = json.load(open(sys.argv[1]))
+print(end["code"], not end.get("is_consequence", False), end.get("faulty_node", {}).get("rank", ""))' "$record" 2> /dev/null)
   done
-  [ -z "$code" ] || break
+  [ "$is_final" != True ] || break
   sleep 1
 done
+# All ranks of a run that has trained ended without a word: a driver, NCCL or the kernel has killed them.
+if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$output_dir/metrics.jsonl" -nt "$started" ]; then
+  code=76
+  [ "$nodes" -gt 1 ] || faulty_nodes=0
+fi
 [ "${code:-0}" != 0 ] || code=1
 finish_mirror
 # Stopped for good, as fctune sweep stops the worst runs: with another code, the job would be restarted.
-[ "$code" != 75 ] || [ ! -f "$output_dir/stop-for-good" ] || exit 0
-exit "$code"
+[ "$code" != 75 ] || [ ! -f "$output_dir/stop-for-good" ] || leave 0
+leave "$code"

@@ -23,7 +23,9 @@ def add_commands(commands: Any) -> None:
     preflight.add_argument(
         "--wait", type=float, default=60.0, metavar="SECONDS", help="timeout for the other nodes; default: %(default)g"
     )
-    preflight.add_argument("--launch", type=Path, metavar="FILE", help="write the launch as shell assignments")
+    preflight.add_argument(
+        "--launch", type=Path, metavar="FILE", help="write the launch, or the ranks of faulty nodes, in shell syntax"
+    )
     preflight.set_defaults(run=_preflight)
 
 
@@ -41,10 +43,12 @@ def _preflight(arguments: argparse.Namespace) -> int:
     mounts = Mounts(shared, Path(environment.get("FCTUNE_NETWORK") or "/mnt/network"))
     node = Node(arguments.node_rank, arguments.nodes, arguments.address, arguments.port, arguments.wait)
     request = Request(Path(arguments.config), arguments.overrides, arguments.gpus, mounts, environment)
-    code, launch = run_preflight(node, request, _show)
-    if launch is not None and arguments.launch is not None:
-        launch.prepare()
-        text = launch.to_shell(node.rank)
+    code, launch, unfit = run_preflight(node, request, _show)
+    if arguments.launch is not None and (launch is not None or unfit):
+        text = f"faulty_nodes='{' '.join(map(str, unfit))}'\n"
+        if launch is not None:
+            launch.prepare()
+            text = launch.to_shell(node.rank)
         write_file(arguments.launch, "--launch", lambda: text)
     return code
 

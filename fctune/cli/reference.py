@@ -64,7 +64,7 @@ def render_command_reference() -> str:
         "# Commands",
         "",
         "Exit codes: 0 done, 1 failed check or run, 2 wrong usage, config or input, 74 full or hanging disk, "
-        "75 run stopped and saved, 130 ended by Ctrl-C, which says what was kept.",
+        "75 run stopped and saved, 76 failed GPU, node or network, 130 ended by Ctrl-C, which says what was kept.",
         "",
         'Shell completion: `eval "$(register-python-argcomplete fctune)"` in `~/.bashrc` or `~/.zshrc`.',
         "",

@@ -21,7 +21,7 @@ def add_commands(commands: Any) -> None:
         description="Fine-tune a model: adapters if the config has an `adapter` section, otherwise all weights; on "
         "preference pairs if it has a `preference` section, and on its own answers if it has a `grpo` section.",
         epilog="Ctrl-C or SIGTERM saves and stops; the same command resumes. Exit codes: 0 done, 1 failed, 2 wrong "
-        "usage, config or data, 74 the disk is full or hangs, 75 stopped and saved.",
+        "usage, config or data, 74 the disk is full or hangs, 75 stopped and saved, 76 a GPU, node or network failed.",
     )
     add_config_arguments(train)
     train.add_argument(

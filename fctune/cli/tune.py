@@ -62,7 +62,7 @@ def add_commands(commands: Any) -> None:
         "Every choice is printed with its reason and written to DIR/tune.yaml, which fctune train runs again.",
         epilog="The same command resumes after Ctrl-C, a kill or an error. Exit codes: 0 done, 1 the result got worse "
         "or the run failed, 2 wrong usage, config or rows, or a model that does not fit, 74 the disk is full, 75 "
-        "stopped and saved, 130 interrupted between steps.",
+        "stopped and saved, 76 a GPU failed, 130 interrupted between steps.",
     )
     tune.add_argument(
         "--data",

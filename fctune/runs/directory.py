@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -228,6 +228,7 @@ class RunDirectory(RunFiles):
         is_crash: bool = False,
         is_consequence: bool = False,
         is_out_of_memory: bool = False,
+        faulty_node: Mapping[str, Any] | None = None,
     ) -> None:
         """Write exit.json: why the run ended, since torchrun turns every exit code into 1.
 
@@ -242,6 +243,7 @@ class RunDirectory(RunFiles):
                 other ranks fail because of it.
             is_consequence: The crash was caused by another rank, whose own record replaces this one.
             is_out_of_memory: Memory ran out, or the kernel killed a rank as it does then.
+            faulty_node: Rank and host of the node that failed, if it is known; launchers that can, exclude it.
         """
         is_refused = not self.has_begun and self.run.exists()
         file = self.not_started if is_refused else self.exit
@@ -253,6 +255,8 @@ class RunDirectory(RunFiles):
             record["is_consequence"] = True
         if is_crash:
             record["is_out_of_memory"] = is_out_of_memory
+        if faulty_node is not None:
+            record["faulty_node"] = dict(faulty_node)
         try:
             (self.path / _RESERVE).unlink(missing_ok=True)
             self._write(file, record)

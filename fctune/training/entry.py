@@ -17,11 +17,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fctune.base import distributed
 from fctune.base.distributed import USER_ERRORS, World
 from fctune.base.errors import ConfigError, DataError, DiskError
+from fctune.base.exit_codes import DONE, FAILED, INVALID, NODE_FAULT, SAVE_FAILED, STOPPED
 from fctune.base.files import run_within
 from fctune.base.launcher_watch import end_with_launcher, watch_launcher
 from fctune.base.terminal import LogHandler, escape_controls
@@ -35,12 +38,12 @@ from fctune.runs.directory import RunDirectory, RunFiles, find_typed_command
 from fctune.runs.record import read_run
 from fctune.runs.success import format_criteria, judge_run
 from fctune.tasks.evaluation.held_out import HELD_OUT_FILE
-from fctune.training.callbacks.checkpoint import SAVE_FAILED, SaveError
-from fctune.training.callbacks.stop import STOPPED, Stopped, StopRequest
+from fctune.training.callbacks.checkpoint import SaveError
+from fctune.training.callbacks.stop import Stopped, StopRequest
 from fctune.training.host_memory import reuse_freed_memory
 from fctune.training.loop import NonFiniteError
 from fctune.training.out_of_memory import is_out_of_memory
-from fctune.training.peers import RankProcess, describe_process, find_killed_rank, is_lost_connection
+from fctune.training.peers import RankEnd, RankProcess, describe_process, find_killed_rank, is_lost_connection
 
 logger = logging.getLogger("fctune")
 
@@ -151,11 +154,26 @@ class Run:
         complete = self.store.list_complete()
         return complete[0].path if complete else None
 
-    def record_crash(self, reason: str, is_consequence: bool = False, is_out_of_memory: bool = False) -> None:
-        """Write exit.json unless another rank gave a cause already."""
+    def record_crash(
+        self,
+        reason: str,
+        code: int = FAILED,
+        is_consequence: bool = False,
+        is_out_of_memory: bool = False,
+        is_nodes_fault: bool = False,
+    ) -> None:
+        """Write exit.json unless another rank gave a cause already; ``is_nodes_fault`` blames this rank's node."""
         if self.is_open:
-            checkpoint = self.newest_checkpoint()
-            self.directory.finish(1, reason, self.step, checkpoint, True, is_consequence, is_out_of_memory)
+            self.directory.finish(
+                code,
+                reason,
+                self.step,
+                self.newest_checkpoint(),
+                is_crash=True,
+                is_consequence=is_consequence,
+                is_out_of_memory=is_out_of_memory,
+                faulty_node=_describe_node() if is_nodes_fault else None,
+            )
 
     def record_hang(self, reason: str, code: int) -> None:
         """Write exit.json of a process that hangs and is about to be ended."""
@@ -164,7 +182,7 @@ class Run:
     def _record_stop(self, reason: str) -> None:
         killed = find_killed_rank(self.peers)
         if killed is not None:  # the launcher stops the other ranks
-            self.record_crash(killed.reason, is_out_of_memory=killed.is_out_of_memory)
+            _record_killed_rank(self, killed)
         elif self.is_open:
             checkpoint = self.newest_checkpoint()
             self.directory.finish(STOPPED, reason, self.step, checkpoint, is_crash=not self.world.is_main)
@@ -176,8 +194,7 @@ class Run:
 def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[str]) -> int:
     """Run a recipe and return the exit code.
 
-    0: completed; 1: failed; 2: wrong usage, config or data, nothing was trained; 74: a disk that takes no checkpoint or
-    export, or hangs; 75: stopped on request and saved, so that re-running the same command resumes it.
+    ``EXIT_CODES`` lists them. Wrong usage, config or data is INVALID only if nothing was trained.
 
     All ranks agree on a user's error, and rank 0 reports it once; any other error is a traceback of the rank that
     raised it. In every case ``exit.json`` records why the run ended, or ``not_started.json`` why an earlier run in the
@@ -202,24 +219,24 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
         recipe.setup()
         recipe.train()
         recipe.save_checkpoint()
-        code, reason = 0, "completed"
+        code, reason = DONE, "completed"
     except USER_ERRORS as error:
         has_trained = run is not None and run.has_trained
-        code, reason = (SAVE_FAILED if isinstance(error, DiskError) else 1) if has_trained else 2, str(error)
+        code, reason = (SAVE_FAILED if isinstance(error, DiskError) else FAILED) if has_trained else INVALID, str(error)
     except NonFiniteError as error:
-        code, reason = 1, str(error)
+        code, reason = FAILED, str(error)
     except Stopped as stopped:
         code, reason, checkpoint = STOPPED, str(stopped), stopped.checkpoint
     except SaveError as error:
         code, reason, checkpoint = SAVE_FAILED, str(error), error.checkpoint
     except AlreadyComplete as complete:
-        code, reason, is_untouched = 0, str(complete), True
+        code, reason, is_untouched = DONE, str(complete), True
     except Exception as error:  # a bug, here or in a library: other ranks may be waiting in a collective
         traceback.print_exc()
         get_error_handler().record_exception(error)  # for the launcher, which reports the first rank to fail
         if run is not None:
             run_within(_RECORD_S, functools.partial(_record_crash, run, world, error))
-        return 1
+        return NODE_FAULT if is_node_fault(error) else FAILED
     if recipe is not None:
         recipe.cleanup()
     if world.is_main:
@@ -297,20 +314,47 @@ def _record_start(directory: RunDirectory, world: World, argv: Sequence[str]) ->
     )
 
 
+def is_node_fault(error: Exception) -> bool:
+    """Return True for errors of a GPU or of the communication between ranks, after which another start may succeed.
+
+    An error of a GPU may also be a defect of a kernel. A run that fails in the same way each time saves no new
+    checkpoint, so it is not started again forever.
+    """
+    is_communication = isinstance(error, DistError) or is_lost_connection(error)
+    return is_communication or (isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error))
+
+
+def _describe_node() -> dict[str, Any]:
+    return {"rank": int(os.environ.get("GROUP_RANK", "0")), "host": os.uname().nodename}
+
+
+def _record_killed_rank(run: Run, killed: RankEnd, consequence: str = "") -> None:
+    """Record a rank of this node that was killed: by the kernel for lack of memory, else by a driver or by NCCL."""
+    is_fault = not killed.is_out_of_memory
+    run.record_crash(
+        f"{killed.reason}. {consequence}" if consequence else killed.reason,
+        NODE_FAULT if is_fault else FAILED,
+        is_out_of_memory=killed.is_out_of_memory,
+        is_nodes_fault=is_fault,
+    )
+
+
 def _record_crash(run: Run, world: World, error: Exception) -> None:
     reason = f"rank {world.rank}: {type(error).__name__}: {error}"
+    code = NODE_FAULT if is_node_fault(error) else FAILED
     if is_lost_connection(error):
         killed = find_killed_rank(run.peers, _DEATH_S)
         if killed is None:
-            run.record_crash(f"another rank ended first; its log has the cause. {reason}", is_consequence=True)
+            run.record_crash(f"another rank ended first; its log has the cause. {reason}", code, is_consequence=True)
         else:
-            run.record_crash(f"{killed.reason}. {reason}", is_out_of_memory=killed.is_out_of_memory)
+            _record_killed_rank(run, killed, reason)
     else:
         ran_out = is_out_of_memory(error)
         if run.recipe is not None and ran_out:
             reason += f"\n{run.recipe.suggest_less_memory()}"
             print(f"\n{escape_controls(reason)}\n", file=sys.stderr, flush=True)
-        run.record_crash(reason, is_out_of_memory=ran_out)
+        is_nodes_fault = code == NODE_FAULT and not isinstance(error, DistError)  # not the fault of any known node
+        run.record_crash(reason, code, is_out_of_memory=ran_out, is_nodes_fault=is_nodes_fault)
     run.directory.unlock()
 
 

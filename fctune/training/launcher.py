@@ -20,15 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fctune.base.exit_codes import EXIT_CODES, FAILED, SAVE_FAILED, STOPPED
 from fctune.base.files import run_within
 from fctune.base.signals import name_signal
 from fctune.config.loading import set_default_environment
 from fctune.runs.directory import RunFiles
-from fctune.training.callbacks.checkpoint import SAVE_FAILED
-from fctune.training.callbacks.stop import STOPPED
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_EXIT_CODES = (0, 1, 2, SAVE_FAILED, STOPPED)
 _READ_S = 10.0  # limit for reading a run's record, because its disk may hang
 _STUCK_S = 10.0  # after which a process that has ended is not waited for
 
@@ -55,8 +53,7 @@ def launch_recipe(
         show: Receives messages for the user, one line each.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong config or data, 74 the disk took no checkpoint or export, 75 stopped
-        and saved.
+        The exit code, one of ``EXIT_CODES``.
     """
     started_at = time.time()
     requests = _StopRequests(output_dir, started_at, show)
@@ -159,7 +156,7 @@ def _exit_code(
     if requests.num_received:
         return STOPPED
     rank, failure = error.get_first_failure()
-    if failure.exitcode in _EXIT_CODES:
+    if failure.exitcode in EXIT_CODES:
         return int(failure.exitcode)
     how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     show(f"rank {rank} ended with {how} and left no reason in {path}")
@@ -171,7 +168,7 @@ def _read_code(path: Path, started_at: float) -> list[int]:
     try:
         if path.stat().st_mtime >= started_at:
             code = json.loads(path.read_text(encoding="utf-8"))["code"]
-            return [int(code) if code in _EXIT_CODES and code != 0 else 1]
+            return [int(code) if code in EXIT_CODES and code != 0 else FAILED]
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return []

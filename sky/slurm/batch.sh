@@ -14,10 +14,33 @@ stop_signal=''
 trap 'stop_signal=USR1; echo "$(date -Is) stop requested: the run saves a checkpoint, and the job is requeued" >&2; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 trap 'stop_signal=TERM' TERM
 
+# Requeue this job, so that it resumes the run, without the nodes of the given ranks as long as the partition has enough
+# others.
+requeue() {
+  local faulty='' excluded rank left
+  trap '' TERM # a requeued job's processes are signaled, and scontrol is one of them
+  for rank in "$@"; do
+    faulty+=${faulty:+,}$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n "$((rank + 1))p")
+  done
+  scontrol requeue "$SLURM_JOB_ID" || return
+  [ -n "$faulty" ] || return 0
+  excluded=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')
+  [ -z "$excluded" ] || [ "$excluded" = '(null)' ] || faulty=$excluded,$faulty
+  left=$(sinfo --noheader --Node --partition "${SLURM_JOB_PARTITION:-}" --format %N | sort -u \
+    | grep -cvxF "$(scontrol show hostnames "$faulty")")
+  if [ "$left" -lt "$SLURM_JOB_NUM_NODES" ]; then
+    echo "$(date -Is) $faulty failed, but is not excluded: the partition has only $left other nodes" >&2
+  else # only a pending job's list can be changed
+    echo "$(date -Is) $faulty failed: the job continues on other nodes" >&2
+    scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$faulty"
+  fi
+}
+
 # Run a command on all nodes until it ends, even if this script is signaled; then write a summary, and requeue the job
-# if the run was stopped and has saved, so that the same job resumes it.
+# after the exit codes that fctune/base/exit_codes.py restarts; sky/run_node.sh limits how often.
 run_and_report() {
-  local code=0 last now elapsed
+  local code=0 last now elapsed heads_code='' faulty_nodes='' ended=$FCTUNE_NETWORK/ended
+  rm -f "$ended"
   # After one node exits, the others have two minutes. With --kill-on-bad-exit they would be killed at once, and the job
   # would end with the exit code of the kill, which is higher, instead of the run's.
   srun --kill-on-bad-exit=0 --wait=120 --gpu-bind=none "$@" &
@@ -28,7 +51,11 @@ run_and_report() {
   wait "$!" 2> /dev/null # srun may have ended during a trap; 127: already waited for
   last=$?
   [ "$last" = 127 ] || code=$last
-  [ "$code" -le 128 ] || code=1 # a node was killed: srun returns the highest exit code of all nodes
+  # srun returns the highest exit code of all nodes, and that of a kill if it has ended one that does not answer. The
+  # head, where this runs, has the run's own.
+  [ ! -s "$ended" ] || read -r heads_code faulty_nodes < "$ended"
+  [ "${heads_code:-0}" = 0 ] || code=$heads_code
+  [ "$code" -le 128 ] || code=1
   now=$(date +%s)
   elapsed=$((now - started))
   {
@@ -39,8 +66,11 @@ run_and_report() {
     echo "exit code  $code${stop_signal:+, stop requested by $stop_signal}"
     echo "last line  $(grep -v '^ *$' "train_$SLURM_JOB_ID.log" 2> /dev/null | tail -n 1)"
   } > "train_${SLURM_JOB_ID}_summary.txt"
-  if [ "$code" = 75 ] && [ "$stop_signal" != TERM ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_REQUEUES:-20}" ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-  fi
+  case $code in
+    75 | 76)
+      # shellcheck disable=SC2086
+      [ "$stop_signal" = TERM ] || requeue $faulty_nodes
+      ;;
+  esac
   return "$code"
 }

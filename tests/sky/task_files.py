@@ -16,7 +16,7 @@ SCRIPTS = sorted([*SKY.rglob("*.sh"), *SKY.rglob("*.sbatch")])
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yaml"))
 
 # The keys in which sky/finetune.yaml and sky/slurm/finetune.yaml differ.
-INFRASTRUCTURE = {"volumes", "config", "resources.infra", "resources.network_tier"}
+INFRASTRUCTURE = {"volumes", "config", "resources.infra", "resources.network_tier", "resources.job_recovery"}
 
 
 def name_of(path: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fctune.base.exit_codes import EXIT_CODES, RESTARTED
 from tests.conftest import ROOT
 
 SCRIPTS = ["finetune_venv.sbatch", "finetune_container.sbatch"]
@@ -24,8 +25,12 @@ COMMANDS = {
     "scancel": 'echo "$*" >> "$CALLS/scancel"; [ "$1" != --signal=USR1 ] || touch "$CALLS/usr1"',
     "scontrol": """
         echo "$*" >> "$CALLS/scontrol"
-        [ "$1" != show ] || echo node-a
+        case "$1 $2" in
+          "show hostnames") case $3 in "node-[a-b]") printf 'node-a\\nnode-b\\n' ;; *) tr , '\\n' <<< "$3" ;; esac ;;
+          "show job") echo "JobId=41 JobName=fctune ReqNodeList=(null) ExcNodeList=${EXCLUDED:-(null)}" ;;
+        esac
     """,
+    "sinfo": "printf 'node-%s\\n' $NODES",
 }
 
 # Replaces a run: exits with CODE, immediately or on a request to stop.
@@ -34,6 +39,7 @@ RUN_NODE = """
     echo "$@" > "$CALLS/arguments"
     touch "$CALLS/started"
     until [ -z "$WAIT" ] || [ -f "$CALLS/usr1" ] || [ -f "$CALLS/end" ]; do sleep 0.05; done
+    [ -z "$ENDED" ] || echo "$ENDED" > "$FCTUNE_NETWORK/ended"
     echo "step 7  loss 0.5"
     exit "$CODE"
 """
@@ -123,7 +129,7 @@ def test_a_run_that_ends_during_scancel_keeps_its_exit_code(tmp_path: Path) -> N
     ("code", "sent", "more"),
     [
         (75, signal.SIGTERM, {}),  # cancelled, or preempted, in which case Slurm requeues it
-        (75, signal.SIGUSR1, {"SLURM_RESTART_COUNT": "2", "MAX_REQUEUES": "2"}),
+        (75, signal.SIGUSR1, {"ENDED": "1"}),  # no progress, according to the head
         (1, signal.SIGUSR1, {}),  # it failed
         (143, signal.SIGUSR1, {}),  # a node was killed
     ],
@@ -136,8 +142,35 @@ def test_a_cancelled_failed_or_exhausted_job_is_not_requeued(
     job.send_signal(sent)
     time.sleep(0.3)
     (tmp_path / "calls" / "end").touch()
-    assert job.wait(30) == (code if code < 128 else 1)
+    assert job.wait(30) == (1 if code > 128 or more else code)
     assert not calls(tmp_path, "scontrol")
+
+
+@pytest.mark.parametrize("code", [*EXIT_CODES, 137])
+def test_only_the_exit_codes_that_restart_requeue_the_job(code: int, tmp_path: Path) -> None:
+    assert start(tmp_path, SCRIPTS[0], code, False).wait(30) == (code if code in EXIT_CODES else 1)
+    assert calls(tmp_path, "scontrol") == (["requeue 41"] if code in RESTARTED else [])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "before", "excluded"),
+    [
+        ("a b c", "", "node-b"),
+        ("a b c d", "node-d", ""),  # three others are left, of which one is excluded already
+        ("a b c d e", "node-d", "node-d,node-b"),
+        ("a b", "", ""),
+    ],
+)
+def test_a_faulty_node_is_excluded_if_enough_others_are_left(
+    nodes: str, before: str, excluded: str, tmp_path: Path
+) -> None:
+    more = {"ENDED": "76 1", "NODES": nodes, "EXCLUDED": before, "SLURM_JOB_NUM_NODES": "3" if before else "2"}
+    assert start(tmp_path, SCRIPTS[0], 137, False, **more).wait(30) == 76, "srun has killed the node that was lost"
+    changes = [call for call in calls(tmp_path, "scontrol") if not call.startswith("show")]
+    assert changes == ["requeue 41", *([f"update JobId=41 ExcNodeList={excluded}"] if excluded else [])]
+    assert "exit code  76" in (tmp_path / "train_41_summary.txt").read_text()
+    said = (tmp_path / "train_41.err").read_text()
+    assert ("job continues on other nodes" if excluded else "has only") in said
 
 
 def test_a_container_gets_the_volumes_and_the_heads_address(tmp_path: Path) -> None:

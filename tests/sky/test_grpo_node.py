@@ -104,7 +104,7 @@ def test_a_restart_does_not_take_the_end_of_the_first_start_for_its_own(tree: Pa
 def test_training_saves_and_ends_when_its_server_has_ended(tree: Path) -> None:
     process = start(tree, 1, 0, SERVER_DIES=1, TRAINING_RUNS=1)
     said = process.communicate(timeout=30)[1]
-    assert process.returncode == 1
+    assert process.returncode == 76
     assert "the server has ended, see its output; the training saves and ends" in said
     assert (tree / "trained").read_text().splitlines()[-1] == "saving"
 
@@ -113,7 +113,7 @@ def test_the_nodes_that_train_end_with_the_server_of_another(tree: Path) -> None
     server, trainer = start(tree, 2, 1, SERVER_DIES=1), start(tree, 2, 0, TRAINING_RUNS=1)
     assert "the training saves and ends" in trainer.communicate(timeout=30)[1]
     assert "the server has ended; its output is above" in server.communicate(timeout=30)[1]
-    assert (trainer.returncode, server.returncode) == (1, 1)
+    assert (trainer.returncode, server.returncode) == (76, 1)
 
 
 @pytest.mark.parametrize("reaches_all", [False, True], ids=["script", "all"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fctune.base.exit_codes import RESTARTED
 from fctune.training.env_overrides import resolve_launch
 from tests.conftest import ROOT
 from tests.ranks import find_port
@@ -198,7 +199,7 @@ def test_the_config_selects_the_recipe(tmp_path: Path) -> None:
     assert "recipes/full_fc_distributed" in recorded(tmp_path, "")
 
 
-@pytest.mark.parametrize(("recorded_code", "code"), [("75", 75), ("74", 74), ("2", 2), ("", 1), ("0", 1)])
+@pytest.mark.parametrize(("recorded_code", "code"), [("76", 76), ("75", 75), ("74", 74), ("2", 2), ("", 1), ("0", 1)])
 def test_the_exit_code_is_the_one_in_exit_json(recorded_code: str, code: int, tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EXIT_JSON=recorded_code, TUNE_CODE="1")
@@ -232,6 +233,66 @@ def test_a_run_that_is_stopped_for_good_is_not_restarted(recorded_code: str, cod
     skip_preflight(script, environment)
     done = run(script, environment)
     assert done.returncode == code, done.stdout + done.stderr
+
+
+def write_tune(script: Path, text: str) -> None:
+    """Replace the copied script's `tune`, which fails after running ``text``."""
+    (script.parents[1] / ".venv" / "bin" / "tune").write_text(f"#!/usr/bin/env bash\ncd $RUN\n{text}\nexit 1\n")
+
+
+@pytest.mark.parametrize("code", [*RESTARTED])
+def test_restarts_end_when_several_in_a_row_have_saved_no_new_checkpoint(code: int, tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", LAUNCH_ID="sky/job 1", MAX_RESTARTS="1")
+    run_dir = Path(environment["RUN"])
+    run_dir.mkdir(parents=True)
+    skip_preflight(script, environment)
+    fails = f"printf '{{\"code\": {code}}}' > exit.json"
+    saves = "mkdir -p checkpoints/elastic-checkpoint-$STEP; touch checkpoints/elastic-checkpoint-$STEP/_SUCCESS"
+    codes = []
+    for step in (0, 8, 8, 16, 0, 0):  # the checkpoint that each start saves, if any
+        write_tune(script, f"{fails}\n[ $STEP = 0 ] || {{ {saves}; }}")
+        codes.append(run(script, environment | {"STEP": str(step)}).returncode)
+    assert codes == [code, code, code, code, code, 1]
+    assert [path.read_text() for path in (tmp_path / "shared" / "restarts").iterdir()] == ["16 2\n"]
+    # A launch of its own has attempts of its own, and one that no launcher repeats is not counted.
+    assert run(script, environment | {"LAUNCH_ID": "other"}).returncode == code
+    assert run(script, environment | {"LAUNCH_ID": ""}).returncode == code
+    write_tune(script, "exit 0")
+    assert run(script, environment).returncode == 0
+    assert [path.name for path in (tmp_path / "shared" / "restarts").iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("what", "ended"),
+    [
+        ('printf \'{"code": 76, "faulty_node": {"rank": 1, "host": "b"}}\' > exit.json', "76 1"),
+        ('printf \'{"code": 76, "is_consequence": true}\' > exit.json; '
+         '(sleep 2; printf \'{"code": 1}\' > exit.json) > /dev/null 2>&1 &', "1 "),
+        ("echo {} > metrics.jsonl", "76 0"),  # killed
+    ],
+    ids=["with a faulty node", "replaced by its cause", "without a record"],
+)  # fmt: skip
+def test_the_head_names_the_faulty_node_to_the_batch_script(what: str, ended: str, tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", SLURM_JOB_ID="41")
+    Path(environment["RUN"]).mkdir(parents=True)
+    skip_preflight(script, environment)
+    write_tune(script, what)
+    done = run(script, environment)
+    assert (tmp_path / "network" / "ended").read_text() == f"{ended}\n", done.stdout + done.stderr
+    assert done.returncode == int(ended.split()[0])
+
+
+def test_a_node_that_is_unfit_for_a_run_is_named_to_the_batch_script(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", SLURM_JOB_ID="41")
+    (script.parents[1] / ".venv" / "bin" / "python").write_text(
+        '#!/usr/bin/env bash\nwhile [ "$1" != --launch ]; do shift; done\necho "faulty_nodes=\'1 3\'" > "$2"; exit 76\n'
+    )
+    assert run(script, environment).returncode == 76
+    assert (tmp_path / "network" / "ended").read_text() == "76 1 3\n"
+    assert (tmp_path / "shared" / "restarts" / "slurm-41").read_text() == "0 1\n"
 
 
 def test_nothing_starts_on_an_unfit_node_or_with_an_invalid_config(tmp_path: Path) -> None:

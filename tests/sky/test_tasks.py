@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fctune.base.exit_codes import RESTARTED
 from tests.conftest import ROOT
 from tests.sky.skypilot import BIN, run_skypilot
 from tests.sky.task_files import (
@@ -184,8 +185,6 @@ def test_the_task_requests_two_nodes_with_eight_gpus_and_matching_resources() ->
     assert int(resources["cpus"].rstrip("+")) > 32
     assert int(resources["memory"].rstrip("+")) > 128
     assert resources["network_tier"] == "best"
-    assert 0 < resources["job_recovery"]["max_restarts_on_errors"] < 10
-    assert "recover_on_exit_codes" not in resources["job_recovery"]  # such restarts are unlimited
     pod = task["config"]["kubernetes"]["pod_config"]["spec"]
     (mount,) = pod["containers"][0]["volumeMounts"]
     (disk,) = pod["volumes"]
@@ -195,6 +194,13 @@ def test_the_task_requests_two_nodes_with_eight_gpus_and_matching_resources() ->
     assert claim["accessModes"] == ["ReadWriteOnce"]
     assert claim["resources"]["requests"]["storage"] == "2000Gi"
     assert task["envs"]["FCTUNE_SHARED"] in task["volumes"]
+
+
+@pytest.mark.parametrize("name", ["finetune", "grpo", "slurm/finetune"])
+def test_a_managed_job_recovers_after_the_codes_that_restart_and_not_after_wrong_input(name: str) -> None:
+    recovery = load(SKY / f"{name}.yaml")["resources"]["job_recovery"]
+    assert recovery["recover_on_exit_codes"] == [*RESTARTED]  # without a limit; sky/run_node.sh has one
+    assert recovery["max_restarts_on_errors"] == (3 if name.startswith("slurm") else 0)
 
 
 def test_the_slurm_task_differs_only_in_infrastructure() -> None:

@@ -278,3 +278,22 @@ class Cluster:
         )
         for folder in (self.home, self.shared, *(root / f"network-{name}" for name in HOSTS)):
             os.chown(folder, UID, UID)
+
+
+class Process:
+    """A process of this machine and its environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pid, self.environ = int(folder.name), (folder / "environ").read_bytes()
+
+
+def workers() -> list[Process]:
+    """List the processes of the cluster's user that torchrun has started."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and folder.stat().st_uid == UID:
+                found.append(Process(folder))
+        except OSError:
+            continue
+    return [process for process in found if b"\0GROUP_RANK=" in process.environ]

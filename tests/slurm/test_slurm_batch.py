@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.cluster import Cluster, wait_until, workers
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
@@ -19,13 +21,15 @@ SCRIPT = "sky/slurm/finetune_venv.sbatch"
 class Job:
     """A job submitted from a clone in the user's home, on two nodes with one CPU rank each."""
 
-    def __init__(self, cluster: Cluster, clone: Path, trial: str, name: str, *overrides: str) -> None:
+    def __init__(
+        self, cluster: Cluster, clone: Path, trial: str, name: str, *overrides: str, options: str = ""
+    ) -> None:
         self.cluster, self.clone = cluster, clone
         self.run = cluster.run_files(name)
         variables = f"CONFIG={trial} OUTPUT_DIR=runs/{name} DATASET=synthetic:train:2000:1 FCTUNE_CPU_RANKS=1"
         disks = "FCTUNE_SHARED=/mnt/shared FCTUNE_NETWORK=/mnt/network"
         words = " ".join(overrides)
-        submit = f"cd {clone} && {variables} {disks} sbatch --parsable {SCRIPT} {words}"
+        submit = f"cd {clone} && {variables} {disks} sbatch --parsable {options} {SCRIPT} {words}"
         self.id = cluster.ssh(submit).strip()
 
     def facts(self) -> dict[str, str]:
@@ -106,6 +110,24 @@ def test_a_job_whose_node_dies_resumes_from_its_last_checkpoint(cluster: Cluster
     (step,) = re.findall(r"resuming from \S+, after step (\d+)", job.text(".log"))
     assert saved <= int(step) < 50
     assert job.run.steps() == list(range(1, 51))
+
+
+def test_a_job_whose_rank_is_aborted_continues_on_another_node(cluster: Cluster, clone: Path, trial: str) -> None:
+    job = Job(cluster, clone, trial, "aborted", "max_steps=40", options="--nodes=1")
+    saved = job.wait_for_checkpoint()
+    (rank,) = workers()
+    os.kill(rank.pid, signal.SIGABRT)  # as NCCL's watchdog does after its time-out
+    # The head is always n0 here, because srun cannot start on n1 (tests/slurm/cluster.py), so the job ends there.
+    facts: dict[str, str] = {}
+    wait_until(lambda: facts.update(job.facts()) or facts["NodeList"] == "n1", "the job starts on the other node", 60)
+    assert (facts["Restarts"], facts["ExcNodeList"]) == ("1", "n0")
+    assert "n0 failed: the job continues on other nodes" in job.text(".err")
+    summary = job.text("_summary.txt")
+    assert "exit code  76\n" in summary
+    assert "SIGABRT" in job.text(".log")
+    step, fruitless = (cluster.shared / "restarts" / f"slurm-{job.id}").read_text().split()
+    assert int(step) >= saved
+    assert fruitless == "0"
 
 
 def test_a_job_with_an_invalid_config_ends_with_exit_code_2(cluster: Cluster, clone: Path, trial: str) -> None:

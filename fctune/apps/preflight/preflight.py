@@ -15,6 +15,7 @@ from fctune.apps.preflight import checks
 from fctune.apps.preflight.checks import ALLOW_PATTERNS, Mounts, Problem, RepoKind, list_hub_repositories
 from fctune.apps.preflight.rendezvous import Node, Rendezvous, RendezvousError
 from fctune.base.errors import CheckpointError, ConfigError, DataError, one_line
+from fctune.base.exit_codes import DONE, FAILED, INVALID, NODE_FAULT
 from fctune.base.files import write_atomically
 from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
@@ -39,7 +40,7 @@ class Request:
     clock: Callable[[], float] = time.time
 
 
-def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, LaunchSpec | None]:
+def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, LaunchSpec | None, list[int]]:
     """Check this node and compare it with the others, then let the head download what the run needs.
 
     Every node of the run calls this at the same time. A problem on any node stops all of them, within ``node.wait_s``.
@@ -50,13 +51,15 @@ def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, La
         show: Receives each output line.
 
     Returns:
-        0 and the launch specification; otherwise an exit code and None: 1 if a node is unfit, 2 if the request is
-        wrong.
+        The exit code, the launch specification if that is 0, and the ranks of the nodes whose GPUs failed if that is
+        NODE_FAULT. Other faults are FAILED, because they may be those of the cluster, and a wrong request is INVALID.
     """
     problems: list[Problem] = []
+    unfit: list[int] = []
     try:
         rendezvous = Rendezvous(node)
-        launch, problems = _check_node(node, request)
+        device_problems = checks.check_devices(request.num_gpus)
+        launch, problems = _check_node(node, request, device_problems)
         nodes = rendezvous.gather("node", checks.describe_node())
         problems += _check_shared(rendezvous, request.mounts.shared)
         problems += _check_clock(rendezvous, request.clock)
@@ -64,16 +67,19 @@ def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, La
             problems += compare_nodes(nodes)
         severities = rendezvous.gather("severities", [problem.severity for problem in problems])
         code = _report(node, problems, [other["host"] for other in nodes], severities, show)
+        has_bad_gpu = rendezvous.gather("gpus", any(problem.severity == "fault" for problem in device_problems))
+        if unfit := find_faulty_nodes(severities, has_bad_gpu):
+            code = NODE_FAULT
         if code == 0 and launch is not None:
             launch = _download_and_pin(rendezvous, launch, show)
         rendezvous.close()
     except RendezvousError as error:
         for problem in [*problems, Problem(str(error), "")]:
             show(f"node {node.rank}: {problem.severity}: {problem}")
-        return 1, None
+        return FAILED, None, []
     if code or launch is None:
-        return code or 1, None
-    return 0, launch
+        return code or FAILED, None, unfit
+    return DONE, launch, []
 
 
 def compare_nodes(nodes: Sequence[dict[str, Any]]) -> list[Problem]:
@@ -93,12 +99,24 @@ def compare_nodes(nodes: Sequence[dict[str, Any]]) -> list[Problem]:
     return problems
 
 
-def _check_node(node: Node, request: Request) -> tuple[LaunchSpec | None, list[Problem]]:
+def find_faulty_nodes(severities: Sequence[Sequence[str]], has_bad_gpu: Sequence[bool]) -> list[int]:
+    """Return the nodes to exclude from the next start: those whose GPUs failed, if nothing else stops the launch.
+
+    Empty if all nodes have the same trouble, such as a wrong driver, since then other nodes would have it too.
+    """
+    stopped = [rank for rank, of_node in enumerate(severities) if set(of_node) - {"note"}]
+    faulty = [rank for rank, is_bad in enumerate(has_bad_gpu) if is_bad]
+    return faulty if faulty == stopped and len(faulty) < len(severities) else []
+
+
+def _check_node(
+    node: Node, request: Request, device_problems: Sequence[Problem]
+) -> tuple[LaunchSpec | None, list[Problem]]:
     mounts, environment = request.mounts, request.environment
     mount_problems = checks.check_mounts(mounts)
     problems = [
         *mount_problems,
-        *checks.check_devices(request.num_gpus),
+        *device_problems,
         *checks.check_network(node.count, request.num_gpus, environment),
         *checks.check_interface(node.count, node.address),
     ]
@@ -163,7 +181,7 @@ def _report(
         return 0
     if node.rank not in unfit:
         show(f"{own}: stopped: node {', '.join(map(str, unfit))} reported a fault")
-    return 1 if any("fault" in of_node for of_node in severities) else 2
+    return FAILED if any("fault" in of_node for of_node in severities) else INVALID
 
 
 def _download_and_pin(rendezvous: Rendezvous, launch: LaunchSpec, show: ShowLine) -> LaunchSpec | None:

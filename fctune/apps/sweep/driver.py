@@ -18,8 +18,9 @@ from typing import Any
 from fctune.apps.sweep.launchers import Launcher
 from fctune.apps.sweep.sampling import Observation, Settings, plan_settings, propose
 from fctune.apps.sweep.spec import EarlyStopConfig, NumberRange, SweepConfig
-from fctune.apps.sweep.study import STOPPED, Study, SweepRun
+from fctune.apps.sweep.study import Study, SweepRun
 from fctune.base.errors import ConfigError, DataError
+from fctune.base.exit_codes import STOPPED
 from fctune.config.intervals import parse_interval
 from fctune.config.schema import RunConfig
 from fctune.runs.directory import STOP_FILES

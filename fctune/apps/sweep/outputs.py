@@ -11,7 +11,8 @@ from typing import Any
 
 from fctune.apps.sweep.driver import measure, read_record
 from fctune.apps.sweep.sampling import describe_settings, short_names
-from fctune.apps.sweep.study import STOPPED, Status, Study, SweepRun
+from fctune.apps.sweep.study import Status, Study, SweepRun
+from fctune.base.exit_codes import STOPPED
 from fctune.base.files import write_atomically
 from fctune.config.intervals import format_count
 from fctune.pages.page import NO_WRAP, Cell, Chart, Group, Num, Page, Pre, Series, Table, Tile, Tone

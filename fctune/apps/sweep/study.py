@@ -19,6 +19,7 @@ from typing import Any, Literal
 from fctune.apps.sweep.sampling import Settings, describe_settings, identify
 from fctune.apps.sweep.spec import Sweep, flatten
 from fctune.base.errors import ConfigError
+from fctune.base.exit_codes import STOPPED
 from fctune.base.files import write_atomically
 from fctune.config.composition import render_with_origins
 from fctune.config.loading import compose_config, format_problems
@@ -28,7 +29,6 @@ from fctune.models.run_config import load_run_config
 from fctune.runs.directory import DirectoryLock, RunFiles
 from fctune.runs.record import MetricsFile
 
-STOPPED = 75  # exit code of a run that was stopped and has saved
 WRONG_INPUT = 2
 
 Status = Literal["waiting", "running", "completed", "stopped early", "failed"]

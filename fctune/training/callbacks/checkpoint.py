@@ -21,9 +21,6 @@ logger = logging.getLogger("fctune")
 
 GRACE_S = 30.0  # torchrun kills its workers this long after SIGTERM
 
-# sysexits.h EX_IOERR: the run trained, but its disk takes no more. Re-running the same command resumes it.
-SAVE_FAILED = 74
-
 _RETRY_S = 30.0  # of training time, after a failed save
 _PAUSE_S = 10.0  # between attempts to write the end of a run
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fctune.base.exit_codes import NODE_FAULT, SAVE_FAILED
 from fctune.base.files import run_within
 from fctune.base.launcher_watch import kill_launcher_later, release_output
 from fctune.training.callbacks.base import Callback
-from fctune.training.callbacks.checkpoint import SAVE_FAILED
 
 logger = logging.getLogger("fctune")
 
@@ -87,7 +87,7 @@ class HangWatch(Callback):
 
     def on_step_start(self, step: int) -> None:
         """Start the time limit of a step."""
-        self._step = _Watched("a step", time.monotonic(), self.limit_s, code=1)
+        self._step = _Watched("a step", time.monotonic(), self.limit_s, NODE_FAULT)
 
     def after_optimizer_update(self, step: int) -> None:
         """Stop the clock and record how long the step took."""

@@ -9,14 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fctune.base import distributed
+from fctune.base.exit_codes import STOPPED
 from fctune.base.signals import SignalPipe, name_signal
 from fctune.training.callbacks.base import Callback
 from fctune.training.callbacks.checkpoint import CheckpointCallback, SaveError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-# sysexits.h EX_TEMPFAIL: the run is incomplete, and re-running the same command resumes it.
-STOPPED = 75
 
 _STOP_FILE_EVERY_S = 2.0
 _MAX_REASON = 80

@@ -39,6 +39,7 @@ class Outcome(NamedTuple):
     lines: list[str]
     shell: str | None
     seconds: float
+    faulty: list[int]
 
 
 def run_nodes(folder: Path, *specs: NodeSpec, count: int | None = None, port: int | None = None) -> list[Outcome]:
@@ -74,10 +75,10 @@ def _run(spec: NodeSpec, rank: int, count: int, port: int, out: Path) -> None:
     start = time.monotonic()
     clock = lambda: time.time() + spec.clock_s  # noqa: E731
     request = Request(spec.config, spec.overrides, spec.num_gpus, mounts, spec.environment, clock)
-    code, launch = run_preflight(node, request, lines.append)
+    code, launch, faulty = run_preflight(node, request, lines.append)
     seconds = time.monotonic() - start
     shell = None if launch is None else launch.to_shell(rank)
-    result: dict[str, Any] = {"code": code, "lines": lines, "shell": shell, "seconds": seconds}
+    result: dict[str, Any] = {"code": code, "lines": lines, "shell": shell, "seconds": seconds, "faulty": faulty}
     out.write_text(json.dumps(result))
 
 

@@ -17,6 +17,7 @@ import torch
 
 from fctune.apps.preflight import checks
 from fctune.apps.preflight.checks import check_devices, check_network, estimate_disk_usage
+from fctune.apps.preflight.preflight import find_faulty_nodes
 from fctune.apps.preflight.rendezvous import Node, Rendezvous, RendezvousError
 from fctune.config.loading import load_config
 from tests.apps.preflight.preflight_nodes import OVERRIDES, TINY, NodeSpec, run_nodes
@@ -86,6 +87,31 @@ def test_each_fault_is_one_line_with_its_remedy_and_stops_all_nodes(tmp_path: Pa
     reason = "is built for CPUs only" if torch.version.cuda is None else "NVIDIA driver's library cannot be loaded"
     assert reason in faults[1]
     assert "the clock is 90 s ahead of the head's. Start time synchronization" in faults[2]
+
+
+@pytest.mark.parametrize(
+    ("severities", "has_bad_gpu", "faulty"),
+    [
+        ([[], ["fault"], ["note"]], [False, True, False], [1]),
+        ([[], ["fault"]], [False, False], []),  # another fault, such as a disk that is not mounted
+        ([["fault"], ["fault"]], [True, True], []),  # not one of the nodes but the set-up
+        ([["fault"], ["fault"]], [False, True], []),  # the head's fault would stop another start, too
+        ([["usage"], ["usage", "fault"]], [False, True], []),
+        ([["fault"]], [True], []),
+        ([[], []], [False, False], []),
+    ],
+)
+def test_a_node_is_faulty_if_only_its_gpus_stop_the_launch(
+    severities: list[list[str]], has_bad_gpu: list[bool], faulty: list[int]
+) -> None:
+    assert find_faulty_nodes(severities, has_bad_gpu) == faulty
+
+
+def test_the_node_whose_gpus_failed_is_named_on_all_nodes(tmp_path: Path) -> None:
+    head, other = run_nodes(tmp_path, NodeSpec(tmp_path), NodeSpec(tmp_path, num_gpus=2))
+    assert (head.code, other.code) == (76, 76)
+    assert head.faulty == other.faulty == [1]
+    assert "torch" in only(other.lines, "fault") or "GPUs are visible" in only(other.lines, "fault")
 
 
 def test_an_unwritable_disk_is_reported_once(tmp_path: Path) -> None:
