@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fctune.base.exit_codes import RESTARTED
 from tests.conftest import ROOT
@@ -147,23 +146,6 @@ def test_the_images_of_tasks_and_jobs_have_tags_that_the_workflow_pushes() -> No
         assert workflow.count(rule) == 2  # with and without what SkyPilot needs
     assert workflow.count("type=sha,format=long") == 2
     assert "suffix=-sky,onlatest=true" in workflow
-
-
-def test_the_training_job_runs_the_node_script_on_two_nodes() -> None:
-    service, job = yaml.safe_load_all((SKY / "k8s" / "train-job.yaml").read_text())
-    spec, name = job["spec"], job["metadata"]["name"]
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    variables = {one["name"]: one["value"] for one in container["env"]}
-    assert spec["completions"] == spec["parallelism"] == int(variables["NUM_NODES"]) == 2
-    assert variables["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"
-    assert service["spec"]["selector"] == {"job-name": name}
-    assert "exec sky/run_node.sh" in container["args"][0]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {variables["FCTUNE_SHARED"], variables["FCTUNE_NETWORK"], "/dev/shm"} <= mounts
-    assert set(variables) - {"NUM_NODES", "MASTER_ADDR"} <= set(load(SKY / "finetune.yaml")["envs"])
-    assert (ROOT / variables["CONFIG"]).is_file()
 
 
 def test_the_server_refuses_to_start_without_an_api_key(tmp_path: Path) -> None:
