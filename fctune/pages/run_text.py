@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from fctune.base.exit_codes import DONE, INVALID, STOPPED
 from fctune.pages.page import Tone
 from fctune.runs.figures import flatten_config
 from fctune.runs.record import RunRecord
@@ -20,11 +21,11 @@ def describe_outcome(record: RunRecord) -> tuple[str, Tone]:
     if record.exit is None:
         return f"At step {step:,}{of}: still running, or killed.", "warn"
     code, reason = record.exit.get("code"), next(iter(exit_reason(record)), "")
-    if code == 0:
+    if code == DONE:
         return f"Completed after step {step:,}{of}.", "good"
-    if code == 75:
+    if code == STOPPED:
         return f"{reason[:1].upper()}{reason[1:]}.", "warn"
-    if code == 2:  # before any step, so what earlier segments reached is not where it failed
+    if code == INVALID:  # before any step, so what earlier segments reached is not where it failed
         return f"Failed: invalid config or data: {reason}", "bad"
     return f"Failed with code {code} after step {step:,}{of}: {reason}", "bad"
 

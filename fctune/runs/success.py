@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from fctune.base.errors import one_line
+from fctune.base.exit_codes import DONE, STOPPED
 from fctune.config.sections.success import SuccessConfig
 from fctune.runs.figures import FINAL_STEPS, describe_run, flatten_config
 from fctune.runs.record import RunRecord, find_files_of_run
@@ -214,7 +215,7 @@ def _judge_memory(record: RunRecord) -> Criterion:
         return criterion("not measured", "the run has not recorded how it ended")
     if None in exits:
         return criterion("not measured", "the reason for a restart was not recorded")
-    is_complete = all(exit_ is not None and exit_.get("code") in (0, 75) for exit_ in exits)
+    is_complete = all(exit_ is not None and exit_.get("code") in (DONE, STOPPED) for exit_ in exits)
     return criterion("PASS", "none from start to end" if is_complete else "the run ended for another reason")
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from fctune.apps.sweep.sampling import Settings, describe_settings, identify
 from fctune.apps.sweep.spec import Sweep, flatten
 from fctune.base.errors import ConfigError
-from fctune.base.exit_codes import STOPPED
+from fctune.base.exit_codes import INVALID, STOPPED
 from fctune.base.files import write_atomically
 from fctune.config.composition import render_with_origins
 from fctune.config.loading import compose_config, format_problems
@@ -28,8 +28,6 @@ from fctune.config.yaml_text import dump_yaml
 from fctune.models.run_config import load_run_config
 from fctune.runs.directory import DirectoryLock, RunFiles
 from fctune.runs.record import MetricsFile
-
-WRONG_INPUT = 2
 
 Status = Literal["waiting", "running", "completed", "stopped early", "failed"]
 
@@ -84,7 +82,7 @@ class SweepRun:
             return "completed"
         if self.stopped_at is not None:
             return "stopped early"
-        limit = 1 if last.code == WRONG_INPUT else max_attempts
+        limit = 1 if last.code == INVALID else max_attempts
         return "failed" if self.num_failures >= limit else "waiting"
 
 
