@@ -524,10 +524,10 @@ def test_what_follows_a_compaction_is_read_whatever_came_before(tmp_path: Path) 
 
 
 PLAIN: Row = {"messages": [{"role": "user", "content": "Plain?"}, {"role": "assistant", "content": "Plain."}]}
-ROLLOUT = [meta("s"), said("user", "A?"), said("assistant", "A.")]
+ROLLOUT_LINES = [meta("s"), said("user", "A?"), said("assistant", "A.")]
 
 
-@pytest.mark.parametrize("log", [SESSION, ROLLOUT], ids=["claude_code", "codex"])
+@pytest.mark.parametrize("log", [SESSION, ROLLOUT_LINES], ids=["claude_code", "codex"])
 def test_rows_of_another_format_after_a_session_are_read_and_before_it_are_told(log: list[Row], tmp_path: Path) -> None:
     after = read(write(tmp_path / "after.jsonl", [*log, PLAIN]))
     assert sum(texts(row) == ["Plain?", "Plain."] for row in after) == 1
