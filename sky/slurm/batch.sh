@@ -2,7 +2,8 @@
 # shellcheck shell=bash
 
 [ -z "${FCTUNE_SWEEP:-}" ] || printf -v CONFIG '%s/configs/%03d.yaml' "$FCTUNE_SWEEP" "$SLURM_ARRAY_TASK_ID"
-export CONFIG=${CONFIG:-configs/llama3_1_8b_lora.yaml}
+[ -n "${CONFIG:-}${MODEL_SIZE:-}" ] || CONFIG=configs/llama3_1_8b_lora.yaml
+export CONFIG=${CONFIG:-}
 export FCTUNE_SHARED=${FCTUNE_SHARED:-$HOME/fctune} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/tmp/fctune-$SLURM_JOB_ID}
 mkdir -p "$FCTUNE_SHARED"
 srun --ntasks-per-node=1 mkdir -p "$FCTUNE_NETWORK" || exit
@@ -33,7 +34,7 @@ run_and_report() {
   elapsed=$((now - started))
   {
     echo "job        $SLURM_JOB_ID (restart ${SLURM_RESTART_COUNT:-0}) on $SLURM_JOB_NUM_NODES nodes, $SLURM_JOB_NODELIST"
-    echo "config     $CONFIG"
+    echo "config     ${CONFIG:-of MODEL_SIZE=$MODEL_SIZE}"
     echo "started    $(date -Is -d "@$started")"
     echo "ended      $(date -Is -d "@$now"), after $((elapsed / 3600)) h $((elapsed % 3600 / 60)) min"
     echo "exit code  $code${stop_signal:+, stop requested by $stop_signal}"

@@ -30,7 +30,7 @@ COMMANDS = {
 
 # Replaces a run: exits with CODE, immediately or on a request to stop.
 RUN_NODE = """
-    env | grep -E '^(CONFIG|FCTUNE_|MASTER_ADDR|SEED)' > "$CALLS/environment"
+    env | grep -E '^(CONFIG|MODEL_SIZE|FCTUNE_|MASTER_ADDR|SEED)' > "$CALLS/environment"
     echo "$@" > "$CALLS/arguments"
     touch "$CALLS/started"
     until [ -z "$WAIT" ] || [ -f "$CALLS/usr1" ] || [ -f "$CALLS/end" ]; do sleep 0.05; done
@@ -156,6 +156,14 @@ def test_environment_overrides_reach_the_run(tmp_path: Path) -> None:
     assert environment["CONFIG"] == "configs/x.yaml"
     assert environment["SEED"] == "5"
     assert environment["FCTUNE_SHARED"] == str(tmp_path / "fctune")
+
+
+def test_model_size_replaces_the_default_config(tmp_path: Path) -> None:
+    assert start(tmp_path, SCRIPTS[0], 0, False).wait(30) == 0
+    assert "CONFIG=configs/llama3_1_8b_lora.yaml" in calls(tmp_path, "environment")
+    assert start(tmp_path, SCRIPTS[0], 0, False, MODEL_SIZE="70B").wait(30) == 0
+    assert {"CONFIG=", "MODEL_SIZE=70B"} <= set(calls(tmp_path, "environment"))
+    assert "config     of MODEL_SIZE=70B\n" in (tmp_path / "train_41_summary.txt").read_text()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
