@@ -43,8 +43,8 @@ def check_srun_tasks(own_run: str) -> None:
     """
     if (tasks := count_srun_tasks()) > 1:
         raise ConfigError(
-            f"srun started this command {tasks} times, and each would train by itself. Start it once: on one node with "
-            "srun --nodes=1 --ntasks=1 --gpus-per-node=8, where it starts a process for each GPU, and on several with "
+            f"srun started this command {tasks} times, and each would train by itself. Start one that starts a process "
+            "for each GPU: on one node srun --nodes=1 --ntasks=1 --gpus-per-node=8 fctune train CONFIG, on several "
             f"sbatch --nodes=2 sky/slurm/finetune_venv.sbatch. If each task is a run of its own, pass {own_run}, and "
             "another output_dir in each."
         )
