@@ -113,10 +113,12 @@ class Planner:
         self._hidden_share = 1.0 if hides_tools else _HIDDEN_SHARE
         self.tools, self.seed, self.max_tools, self.examples = tuple(tools), seed, max_tools, tuple(examples)
         self._requiring = [tool for tool in tools if _list_required(tool)]
-        impossible = {"several_calls": len(tools) < 2, "missing_value": not self._requiring}
+        impossible = {"several_calls": min(len(tools), max_tools) < 2, "missing_value": not self._requiring}
         if shares is not None:
             for kind in shares:
                 if impossible.get(kind):
+                    if kind == "several_calls" and len(tools) > 1:
+                        raise ConfigError("--kinds several_calls: needs two tools in a row. Raise --max-tools.")
                     needs = "two tools or more" if kind == "several_calls" else "a tool with a required parameter"
                     raise ConfigError(f"--kinds {kind}: needs {needs}. Leave it out, or add tools.")
         chosen = shares or {kind: share for kind, share in KINDS.items() if not impossible.get(kind)}
@@ -146,9 +148,10 @@ class Planner:
         num_targets = {"several_calls": 2 + (len(others) > 1 and rng.random() < 0.4)}.get(kind, 1)
         if kind in ("dependent_calls", "multi_turn") and others:
             num_targets = rng.choice((1, 2))
-        targets = [first, *others[: num_targets - 1]]
+        most = min(self.max_tools, len(self.tools))
+        targets = [first, *others[: min(num_targets, most) - 1]]
         hidden = first if kind == "no_tool" and others and rng.random() < self._hidden_share else None
-        num_offered = rng.randint(min(_MIN_OFFERED, len(self.tools)), min(self.max_tools, len(self.tools)))
+        num_offered = rng.randint(min(_MIN_OFFERED, most), most)
         offered = [*targets, *[tool for tool in others if tool not in targets]][: max(num_offered, len(targets))]
         if hidden is not None:
             offered = [tool for tool in offered if tool is not hidden] or others[:1]

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from fctune.apps.generate.kinds import KINDS
+from fctune.apps.generate.plan import Planner
 from fctune.apps.generate.run import WAVE
 from fctune.data.check import check_sources
+from fctune.data.conversation import Tool
 from fctune.data.sources.reader import parse_source
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.tool_schema import ToolSet
@@ -104,6 +106,18 @@ def test_no_tool_rows_offer_no_tool_that_could_do_it(tools: Path, tmp_path: Path
     assert wished, "some requests are for a tool that was taken off offer"
     for row in read_rows(out):
         assert not set(find_wished(row)) & {tool["function"]["name"] for tool in row["tools"]}
+
+
+@pytest.mark.parametrize("max_tools", [1, 2])
+def test_rows_may_offer_fewer_tools_than_a_plan_would_by_itself(max_tools: int) -> None:
+    tools = [Tool(function) for function in TOOLS]
+    for num_tools in (1, 3, 4):
+        planner = Planner(tools[:num_tools], None, seed=0, max_tools=max_tools)
+        assert ("several_calls" in planner.shares) is (min(num_tools, max_tools) > 1)
+        for kind in planner.shares:
+            plans = [planner.plan(index, kind) for index in range(40)]
+            assert all(1 <= len(plan.tools) <= max_tools for plan in plans)
+            assert all(plan.calls and len(plan.targets) <= max_tools for plan in plans)
 
 
 def find_wished(row: dict[str, Any]) -> list[str]:
@@ -403,6 +417,7 @@ def test_the_teacher_does_not_see_what_was_intended(tools: Path, tmp_path: Path)
         (TOOLS, ["--execute", "get_weather"], "not a tool of an MCP server"),
         (TOOLS, ["--execute", "get_wether"], "did you mean get_weather"),
         (TOOLS[:1], ["--kinds", "several_calls"], "needs two tools or more"),
+        (TOOLS, ["--kinds", "several_calls", "--max-tools", "1"], "needs two tools in a row. Raise --max-tools"),
         (TOOLS, ["--kinds", "one_cal"], "did you mean one_call"),
         (TOOLS, ["--max-cost", "1"], "needs --price"),
         (TOOLS, ["--votes", "0"], "expected 1 or more"),
