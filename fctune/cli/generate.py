@@ -183,6 +183,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     _check_numbers(arguments)
+    from fctune.apps.generate.drafts import MAX_SMALL_TALK
     from fctune.apps.generate.inputs import read_examples, read_held_out
     from fctune.apps.generate.plan import Planner
     from fctune.engines.mcp_tools import read_offered_tools
@@ -197,7 +198,10 @@ def _generate(arguments: argparse.Namespace) -> int:
         arguments.max_tools,
         examples,
         hides_tools=arguments.requests == "drafted",
+        max_small_talk=MAX_SMALL_TALK if arguments.requests == "drafted" else None,
     )
+    if (sentence := planner.describe_limit(arguments.num)) is not None:
+        _print_lines([sentence])
     from fctune.apps.generate.dialogue import HeldOut, Writer
     from fctune.apps.generate.teacher import Budget
 
@@ -337,5 +341,12 @@ def _print_report(report: Report, out: Path) -> None:
     lines.append(f"{format_count(len(report.kept), 'row')} in {out}, all outcomes in {log_path(out)}")
     if report.kept:
         lines.append(f"next: fctune tune --data {shlex.quote(str(out))} --model MODEL")
+    _print_lines(lines)
+
+
+def _print_lines(lines: list[str]) -> None:
+    from fctune.cli.tables import make_console
+
+    console = make_console()
     for line in lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -95,6 +95,7 @@ class Planner:
         examples: Requests to imitate.
         hides_tools: Every request that no tool on offer fulfils is one to a tool that was taken off offer, so that it
             can be drafted.
+        max_small_talk: Most rows of small talk in a run; None: any number.
 
     Raises:
         ConfigError: A tool cannot be called at all, or the tools do not allow a kind that was named.
@@ -108,8 +109,10 @@ class Planner:
         max_tools: int = 8,
         examples: Sequence[str] = (),
         hides_tools: bool = False,
+        max_small_talk: int | None = None,
     ):
         check_tools(tools)
+        self._max_small_talk = max_small_talk
         self._hidden_share = 1.0 if hides_tools else _HIDDEN_SHARE
         self.tools, self.seed, self.max_tools, self.examples = tuple(tools), seed, max_tools, tuple(examples)
         self._requiring = [tool for tool in tools if _list_required(tool)]
@@ -126,8 +129,31 @@ class Planner:
         self.shares = {kind: share / total for kind, share in chosen.items()}
 
     def split(self, num_rows: int) -> dict[str, int]:
-        """Return the number of rows of each kind, which add up to ``num_rows``."""
-        return _apportion(num_rows, self.shares)
+        """Return the number of rows of each kind, which add up to ``num_rows``.
+
+        Raises:
+            ConfigError: Small talk is limited, and there is no other kind.
+        """
+        counts, most = _apportion(num_rows, self.shares), self._max_small_talk
+        if most is None or counts.get("small_talk", 0) <= most:
+            return counts
+        others = {kind: share for kind, share in self.shares.items() if kind != "small_talk"}
+        if not others:
+            raise ConfigError(
+                f"--kinds small_talk: --requests drafted has at most {most:,} different rows of it. Lower --num, or "
+                "add kinds."
+            )
+        counts |= {"small_talk": most, **_apportion(num_rows - most, others)}
+        return counts
+
+    def describe_limit(self, num_rows: int) -> str | None:
+        """Return a sentence if a kind gets fewer rows than its share, because it has no more."""
+        wanted, given = _apportion(num_rows, self.shares).get("small_talk", 0), self.split(num_rows).get("small_talk")
+        if wanted == (given or 0):
+            return None
+        return (
+            f"small_talk: {given:,} rows in place of {wanted:,}, as there are no more drafts; other kinds get the rest."
+        )
 
     def choose_kinds(self, wanted: Mapping[str, int], size: int, wave: int) -> list[str]:
         """Return the kinds of the next ``size`` rows, in the proportion of the rows that are still wanted."""

@@ -349,7 +349,9 @@ def ask_for_rewording(plan: RowPlan, text: str, stated: Sequence[str]) -> tuple[
     """Return the prompt that asks for a message in other words, and the schema of the answer."""
     # The message is last, because small models take what follows it for a part of it.
     kept = f" It has to contain {', '.join(map(json.dumps, dict.fromkeys(stated)))}." if stated else ""
-    wish = f"The user is {plan.persona}. The new message is {plan.style}.{kept}\n\nMessage to reword:\n{text}"
+    # Small talk has no wish, and the styles are of wishes.
+    style = "" if plan.kind == "small_talk" else f" The new message is {plan.style}."
+    wish = f"The user is {plan.persona}.{style}{kept}\n\nMessage to reword:\n{text}"
     schema = _object_of(message={"type": "string", "minLength": 1})
     return (Message("system", _REWORDER), Message("user", wish)), schema
 
