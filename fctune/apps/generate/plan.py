@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fctune.apps.generate.kinds import KINDS
+from fctune.apps.generate.references import find_unresolvable, inline_references
 from fctune.apps.generate.values import draw_arguments
 from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call, Tool
@@ -112,6 +113,7 @@ class Planner:
         max_small_talk: int | None = None,
     ):
         check_tools(tools)
+        tools = [inline_references(tool) for tool in tools]
         self._max_small_talk = max_small_talk
         self._hidden_share = 1.0 if hides_tools else _HIDDEN_SHARE
         self.tools, self.seed, self.max_tools, self.examples = tuple(tools), seed, max_tools, tuple(examples)
@@ -208,7 +210,8 @@ def check_tools(tools: Sequence[Tool]) -> None:
     """Check that each tool can be called.
 
     Raises:
-        ConfigError: There are no tools, or the schema of one is invalid or allows no arguments at all.
+        ConfigError: There are no tools, or the schema of one is invalid, refers to something that is not in it, or
+            allows no arguments at all.
     """
     if not tools:
         raise ConfigError("--tools: no tools. Name a file of tools, an OpenAPI 3 document or an MCP server.")
@@ -217,6 +220,8 @@ def check_tools(tools: Sequence[Tool]) -> None:
     for tool in tools:
         if (problem := checked.find_schema_problem(tool.name)) is not None:
             problems.append(f"{problem}. Correct it.")
+        elif (reference := find_unresolvable(tool.parameters)) is not None:
+            problems.append(f"{tool.name}: its schema refers to {reference}, which is not in it. Correct it.")
         elif tool.function.get("parameters") is False or _allows_nothing(tool.parameters):
             problems.append(f"{tool.name}: its schema allows no arguments at all, so no call is valid. Correct it.")
     if problems:

@@ -98,6 +98,38 @@ def test_servers_are_given_schemas_and_those_that_refuse_them_are_asked_without(
     assert (tmp_path / "given.jsonl").read_bytes() == (tmp_path / "refused.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize("requests", ["written", "drafted"])
+def test_tools_with_references_have_rows_and_schemas_without(requests: str, tmp_path: Path) -> None:
+    """The server of this test is as strict as those that compile schemas: it refuses references that lead nowhere."""
+
+    def compile_schema(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        is_refused = "$ref" in json.dumps(body.get("response_format", {}))
+        if is_refused:
+            handler.send(400, json.dumps({"error": {"message": "Cannot find field $defs"}}))
+        return is_refused
+
+    definitions: dict[str, Any] = {
+        "City": {"type": "string"},
+        "Hour": {"type": "integer"},
+        "Person": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    }
+    used = {"get_weather": ("city", "City"), "set_alarm": ("hour", "Hour")}
+    given = json.loads(json.dumps(TOOLS))
+    for tool in given[:2]:
+        key, name = used[tool["name"]]
+        tool["parameters"]["properties"][key] = {"$ref": f"#/$defs/{name}"}
+        tool["parameters"]["properties"]["who"] = {"anyOf": [{"$ref": "#/$defs/Person"}, {"type": "null"}]}
+        tool["parameters"]["$defs"] = definitions
+    tools, out, teacher = tmp_path / "tools.json", tmp_path / "rows.jsonl", Teacher(compile_schema)
+    tools.write_text(json.dumps(given))
+    with serve_teacher(teacher) as log:
+        votes = ["--votes", "0"] if requests == "drafted" else []
+        assert generate(log.url, tools, out, "--requests", requests, *votes) == 0
+        assert not any("response_format" not in body for body in log.bodies if name_prompt(body) in ("write", "list"))
+    assert len(read_rows(out)) == 24
+    assert "$ref" not in out.read_text()
+
+
 def test_no_tool_rows_offer_no_tool_that_could_do_it(tools: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     with serve_teacher(Teacher()) as log:
@@ -414,6 +446,10 @@ def test_the_teacher_does_not_see_what_was_intended(tools: Path, tmp_path: Path)
          "x: its schema allows no arguments at all"),
         ([{"name": "x", "parameters": {"type": "object", "properties": {"a": {"type": 3}}}}], [],
          "x: its schema is unusable"),
+        ([{"name": "x", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}}}], [],
+         "x: its schema refers to #/$defs/A, which is not in it"),
+        ([{"name": "x", "parameters": {"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:9/a"}}}}], [],
+         "x: its schema refers to http://127.0.0.1:9/a, which is not in it"),
         (TOOLS, ["--execute", "get_weather"], "not a tool of an MCP server"),
         (TOOLS, ["--execute", "get_wether"], "did you mean get_weather"),
         (TOOLS[:1], ["--kinds", "several_calls"], "needs two tools or more"),
