@@ -424,6 +424,45 @@ def test_requests_imitate_the_users_own_rows(tools: Path, tmp_path: Path) -> Non
     assert all("gimme the weather, pronto" in body["messages"][1]["content"] for body in written)
 
 
+def test_requests_with_secrets_are_not_sent_to_the_teacher(
+    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, token = tmp_path / "own.jsonl", "ghp_" + "kq81ZxPv30mNeTrWLsYu7b5AdFhJ2cQ9oXt4"
+    said = {
+        "asked": "gimme the weather, pronto",
+        "token": f"use {token} for the weather",
+        "url": "look at https://me:kJ8sQ2vLpX@db.firm.io/weather",
+        "known from the call": "log in with kittens-Of-4Doors and tell me the weather",
+    }
+    call = {"name": "log_in", "arguments": {"password": "kittens-Of-4Doors"}}
+    rows = [make_own_row(text, call if "call" in name else None) for name, text in said.items()]
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serve_teacher(Teacher()) as log:
+        assert generate(log.url, tools, tmp_path / "rows.jsonl", "--seed-rows", str(own), num=8) == 0
+        sent = json.dumps(log.bodies)
+    assert said.pop("asked") in sent
+    assert not any(json.dumps(text)[1:-1] in sent for text in said.values())
+    line = f"--seed-rows {own}: left out 3 secrets in 3 rows (basic_auth 1, github_token 1, named_secret 1)"
+    assert line in capsys.readouterr().out
+    own.write_text(json.dumps(make_own_row(said["token"])))
+    with serve_teacher(Teacher()) as log:
+        assert generate(log.url, tools, tmp_path / "rows.jsonl", "--seed-rows", str(own), "--fresh", num=8) == 2
+        assert not log.bodies
+    assert "every request has a secret (1 secret in 1 row (github_token 1))" in capsys.readouterr().err
+
+
+def make_own_row(request: str, call: dict[str, Any] | None = None) -> dict[str, Any]:
+    answers: list[dict[str, Any]] = [{"role": "assistant", "content": "No."}]
+    if call is not None:
+        function = {**call, "arguments": json.dumps(call["arguments"])}
+        answers[:0] = [
+            {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "1", "content": "ok"},
+        ]
+    tool = {"name": "log_in", "parameters": {"type": "object", "properties": {"password": {"type": "string"}}}}
+    return {"messages": [{"role": "user", "content": request}, *answers], "tools": [tool]}
+
+
 def test_the_teacher_does_not_see_what_was_intended(tools: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     with serve_teacher(Teacher()) as log:
