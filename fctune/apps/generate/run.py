@@ -1,15 +1,16 @@
 """A run: rows are asked for in waves until each kind has its number, and each outcome is logged as it is known.
 
-A wave's kinds depend on the outcomes of the waves before it, and outcomes count in the order of their plans. So the
-rows do not depend on the number of concurrent requests, and a killed run resumes with its log alone.
+A wave's kinds depend on the outcomes of the waves before it, and outcomes count in the order of their plans, whatever
+their order in the log. So the rows do not depend on the number of concurrent requests, and a killed run resumes with
+its log alone, which may have gaps.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -136,7 +137,7 @@ def generate_rows(
         results.close()
         _write_rows(out, run.report.kept)
         results.write_summary(run.report.to_json())
-        results.release()
+        results.finish(sorted(run.ids, key=int))
     return run.report
 
 
@@ -160,6 +161,7 @@ class _Run:
         self._seen = SeenTexts(WordHasher())
         self._new: list[str] = []  # verdicts of this run
         self.report = Report(wanted)
+        self.ids: set[str] = set()  # of the lines in the log
 
     def list_values(self, path: Path, concurrency: int) -> None:
         """Let the teacher list values that the schemas do not give, unless a file of an earlier run has them."""
@@ -185,6 +187,7 @@ class _Run:
 
     def run(self, concurrency: int, logged: Mapping[str, Mapping[str, Any]]) -> None:
         """Ask for rows until the run ends; sets how it ended in the report."""
+        self.ids |= logged.keys()
         for row in logged.values():
             self._budget.used.add(Usage(**row["usage"]))
         pool = ThreadPoolExecutor(concurrency, thread_name_prefix="generate")
@@ -221,28 +224,58 @@ class _Run:
         self, pool: ThreadPoolExecutor, plans: Sequence[RowPlan], logged: Mapping[str, Mapping[str, Any]]
     ) -> Ending | None:
         """Take the outcomes of plans from the log or the teacher; returns how the run ends, None if it goes on."""
-        futures: dict[int, Future[Outcome]] = {
-            plan.index: pool.submit(write_row, plan, self._writer) for plan in plans if str(plan.index) not in logged
+        known: dict[int, dict[str, Any] | None] = {
+            plan.index: dict(logged[str(plan.index)]) for plan in plans if str(plan.index) in logged
         }
-        for plan in plans:
-            if (row := logged.get(str(plan.index))) is not None:
-                self._count(dict(row))
-                continue
-            outcome = futures[plan.index].result()
-            if outcome.verdict == "budget" and not outcome.usage.requests:
-                continue  # the teacher was not asked
-            if outcome.verdict == "kept" and (earlier := self._seen.add(" ".join(outcome.requests))) is not None:
-                outcome.verdict, outcome.reason = "near_duplicate", f"of the request of kept row {earlier + 1}"
-            line = _to_log(outcome)
-            self._results.append(line)
-            self._count(line, is_new=True)
-            self._on_outcome(self.report)
-            if (ending := self._judge_teacher()) is not None:
-                return ending
+        waiting = deque(plan.index for plan in plans)
+        futures = {pool.submit(write_row, plan, self._writer): plan.index for plan in plans if plan.index not in known}
+        try:
+            self._count_next(waiting, known, logged)
+            for future in as_completed(futures):
+                known[futures[future]] = self._log(future.result())
+                if (ending := self._count_next(waiting, known, logged)) is not None:
+                    return ending
+        finally:
+            # Rows that were finished behind an unfinished one count as well when the run ends.
+            for future, index in futures.items():
+                if index not in known and future.done() and not future.cancelled() and future.exception() is None:
+                    known[index] = self._log(future.result())
+            for index in waiting:
+                if (line := known.get(index)) is not None:
+                    self._count(line, is_new=line["id"] not in logged)
         return "budget" if futures and self._budget.spent is not None and self._find_missing() else None
 
-    def _count(self, line: dict[str, Any], is_new: bool = False) -> None:
+    def _log(self, outcome: Outcome) -> dict[str, Any] | None:
+        """Append an outcome to the log, and return its line; None if the teacher was not asked."""
+        if outcome.verdict == "budget" and not outcome.usage.requests:
+            return None
+        line = _to_log(outcome)
+        self._results.append(line)
+        self.ids.add(line["id"])
+        return line
+
+    def _count_next(
+        self,
+        waiting: deque[int],
+        known: Mapping[int, dict[str, Any] | None],
+        logged: Mapping[str, Mapping[str, Any]],
+    ) -> Ending | None:
+        """Count outcomes as far as they are known without a gap; returns how the run ends, None if it goes on."""
+        while waiting and waiting[0] in known:
+            line = known[waiting.popleft()]
+            if line is None:
+                continue
+            is_new = line["id"] not in logged
+            self._count(line, is_new)
+            if is_new:
+                self._on_outcome(self.report)
+                if (ending := self._judge_teacher()) is not None:
+                    return ending
+        return None
+
+    def _count(self, line: dict[str, Any], is_new: bool) -> None:
         report = self.report
+        line = self._settle(line)
         report.verdicts.setdefault(line["category"], Counter())[line["verdict"]] += 1
         report.usage.add(Usage(**line["usage"]))
         if line["verdict"] == "kept":
@@ -251,8 +284,21 @@ class _Run:
             report.fallen.append(line)
         if is_new:
             self._new.append(line["verdict"])
-        elif line["verdict"] == "kept":
-            self._seen.add(" ".join(line["requests"]))
+
+    def _settle(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Return the line of a row with the verdict that follows from the rows before it; the log gets it if it is new.
+
+        The row stays in the log, as it may be kept when a gap before it is filled, or repeat what fills the gap.
+        """
+        if line["row"] is None:
+            return line
+        verdict, reason = "kept", ""
+        if (earlier := self._seen.add(" ".join(line["requests"]))) is not None:
+            verdict, reason = "near_duplicate", f"of the request of kept row {earlier + 1}"
+        if (verdict, reason) != (line["verdict"], line["reason"]):
+            line = {**line, "verdict": verdict, "reason": reason}
+            self._results.append(line)
+        return line
 
     def _judge_teacher(self) -> Ending | None:
         """Return the ending for a teacher that has given nothing in this run, or does not answer any more."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,7 +23,7 @@ from fctune.data.conversation import Tool
 from fctune.data.sources.reader import parse_source
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.tool_schema import ToolSet
-from tests.apps.generate.commands import generate, read_rows, read_summary
+from tests.apps.generate.commands import generate, read_log, read_rows, read_summary
 from tests.apps.generate.scripted_teacher import TOOLS, Teacher, make_answer, name_prompt, serve_teacher
 from tests.conftest import ROOT
 from tests.engines.fault_server import Handler
@@ -295,6 +296,55 @@ def test_a_killed_run_resumes_without_asking_for_a_row_twice(
     assert out.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_rows_that_are_finished_behind_a_slow_one_survive_a_kill(
+    number: signal.Signals, tools: Path, tmp_path: Path
+) -> None:
+    is_released = threading.Event()
+    is_released.set()
+
+    def hang(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if kind == "write" and body["seed"] == slow:
+            is_released.wait(60)
+        elif not is_released.is_set():
+            time.sleep(0.02)
+        return False
+
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "rows.jsonl"
+    slow, teacher = -1, Teacher(hang)
+    with serve_teacher(teacher) as log:
+        assert generate(log.url, tools, whole, num=40) == 0
+        seeds = [body["seed"] for body in log.bodies if name_prompt(body) == "write"]
+        slow = seeds[0]
+        is_released.clear()
+        arguments = ["--teacher", log.url, "--tools", str(tools), "--out", str(out), "--num", "40", "--votes", "2"]
+        command = [sys.executable, "-m", "fctune.cli", "data", "generate", *arguments]
+        process = subprocess.Popen([*command, "--concurrency", "4"], cwd=ROOT, env=os.environ, stderr=subprocess.PIPE)
+        lines = out.with_suffix(".generate") / "log.jsonl"
+        deadline = time.monotonic() + 60
+        while not lines.exists() or lines.read_bytes().count(b"\n") < 12:
+            assert process.poll() is None
+            assert time.monotonic() < deadline, "finished rows wait for the slow one"
+            time.sleep(0.02)
+        process.send_signal(number)
+        process.communicate()
+        is_released.set()
+        finished = {json.loads(line)["id"] for line in lines.read_bytes().splitlines()[:12]}
+        if number == signal.SIGINT:
+            assert len(read_rows(out)) > 4, "they are in the file of an interrupted run as well"
+            read_summary(out)
+        time.sleep(0.3)  # for requests on their way
+        log.bodies.clear()
+        assert generate(log.url, tools, out, num=40) == 0
+        asked_again = [body["seed"] for body in log.bodies if name_prompt(body) == "write"]
+    assert len(finished) == 12
+    assert len(asked_again) <= read_summary(whole)["asked"] - len(finished)
+    assert slow in asked_again
+    assert out.read_bytes() == whole.read_bytes()
+    assert read_summary(out)["usage"] == read_summary(whole)["usage"]
+    assert read_log(out) == read_log(whole), "the log is put into the order of the plans"
+
+
 def test_a_budget_ends_the_run_and_a_larger_one_resumes_it(tools: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     with serve_teacher(Teacher()) as log:
@@ -345,6 +395,34 @@ def test_near_duplicates_are_dropped(tools: Path, tmp_path: Path) -> None:
     assert read_summary(out)["dropped"]["near_duplicate"] >= 1
     questions = [row["messages"][0]["content"] for row in read_rows(out)]
     assert len(set(questions)) == 12
+
+
+def test_a_log_with_gaps_has_the_same_near_duplicates_in_the_end(tools: Path, tmp_path: Path) -> None:
+    def repeat(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if kind != "write" or body["seed"] % 2:
+            return False
+        first, *_ = (tool["name"] for tool in TOOLS if f"of {tool['name']}." in body["messages"][1]["content"])
+        handler.say(make_answer(kind, {**body, "seed": len(first)})[0])
+        return True
+
+    out = tmp_path / "rows.jsonl"
+    lines = out.with_suffix(".generate") / "log.jsonl"
+    with serve_teacher(Teacher(repeat)) as log:
+        assert generate(log.url, tools, out, "--kinds", "one_call", num=12) == 0
+        rows, outcomes = out.read_text(), read_log(out)
+        near = [number for number, line in enumerate(outcomes) if line["verdict"] == "near_duplicate"]
+        originals = [int(outcomes[number]["reason"].split()[-1]) - 1 for number in near]
+        kept = [number for number, line in enumerate(outcomes) if line["verdict"] == "kept"]
+        gaps = {kept[original] for original in originals} | {0}
+        first_wave = [line for number, line in enumerate(outcomes[:12]) if number not in gaps]
+        lines.write_text("".join(json.dumps(line) + "\n" for line in first_wave))
+        assert generate(log.url, tools, out, "--kinds", "one_call", "--max-requests", "1", num=12) == 0
+        assert read_summary(out)["ending"] == "budget"
+        assert "kept" in {line["verdict"] for line in read_log(out) if int(line["id"]) in near}, "for now"
+        assert generate(log.url, tools, out, "--kinds", "one_call", num=12) == 0
+    assert near
+    assert out.read_text() == rows
+    assert read_log(out) == outcomes
 
 
 def test_held_out_questions_are_dropped_and_a_teacher_of_nothing_else_is_given_up(
