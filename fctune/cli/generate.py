@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import math
 import shlex
 from collections import Counter
@@ -290,10 +292,14 @@ def _describe(
         "max_tools": arguments.max_tools,
         "num_tools": len(planner.tools),
         "tools_and_examples": planner.digest(),
-        "held_out": {path: len(items) for path, items in held_out.items()},
+        "held_out": {path: {"items": len(items), "digest": _digest(items)} for path, items in held_out.items()},
         "execute": sorted(writer.executed),
         "prompts": VERSION,
     }
+
+
+def _digest(items: Any) -> str:
+    return hashlib.blake2b(json.dumps(items).encode(), digest_size=8).hexdigest()
 
 
 def _run(

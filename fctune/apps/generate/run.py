@@ -22,7 +22,7 @@ from fctune.apps.generate.teacher import SERVER_FAILURES, Budget, Usage
 from fctune.base.errors import ConfigError, Interrupted
 from fctune.base.files import write_atomically
 from fctune.data.check.similarity import SeenTexts, WordHasher
-from fctune.tasks.evaluation.results import ResultsFile
+from fctune.tasks.evaluation.results import ResultsFile, read_settings
 
 Ending = Literal["complete", "budget", "unusable", "unreachable", "exhausted"]
 
@@ -121,7 +121,13 @@ def generate_rows(
             f"--out {out}: exists, and no run of this command has written it. Pass --fresh to replace it."
         )
     values_path = log_path(out).with_name("values.json")
-    logged = results.start({"num": num_rows, **(settings or {})}, is_fresh)
+    recorded = {"num": num_rows, **(settings or {})}
+    # Other held-out files are no other rows: those that are there are checked against the present ones.
+    earlier = None if is_fresh else read_settings(results.path)
+    held_out = {"held_out": earlier["held_out"]} if earlier is not None and "held_out" in earlier else {}
+    logged = results.start({**recorded, **held_out}, is_fresh)
+    if held_out:
+        write_atomically(results.settings_path, json.dumps(recorded, indent=2, ensure_ascii=False) + "\n")
     run = _Run(planner, writer, budget, results, planner.split(num_rows), on_outcome)
     try:
         if is_fresh:
@@ -162,6 +168,7 @@ class _Run:
         self._new: list[str] = []  # verdicts of this run
         self.report = Report(wanted)
         self.ids: set[str] = set()  # of the lines in the log
+        self._counted: set[str] = set()
 
     def list_values(self, path: Path, concurrency: int) -> None:
         """Let the teacher list values that the schemas do not give, unless a file of an earlier run has them."""
@@ -194,21 +201,42 @@ class _Run:
         index = wave = 0
         try:
             while missing := self._find_missing():
-                kinds = self._planner.choose_kinds(missing, min(WAVE, sum(missing.values())), wave)
-                plans = [self._planner.plan(index + i, kind) for i, kind in enumerate(kinds)]
+                size = min(WAVE, sum(missing.values()))
+                kinds = self._choose_kinds(missing, range(index, index + size), wave, logged)
+                plans = [self._planner.plan(i, kind) for i, kind in kinds.items()]
                 if (ending := self._run_wave(pool, plans, logged)) is not None:
                     self.report.ending = ending
                     return
-                index, wave = index + len(plans), wave + 1
+                index, wave = index + size, wave + 1
             verdicts = self.report.verdicts
             if any(verdicts.get(kind, Counter())["kept"] < wanted for kind, wanted in self.report.wanted.items()):
                 self.report.ending = "exhausted"
         finally:
+            for line in logged.values():
+                if line["id"] not in self._counted:  # it is not needed, as more rows before it are kept by now
+                    self.report.usage.add(Usage(**line["usage"]))
             self._budget.is_stopped = True
             for asker in (self._writer.teacher, self._writer.judge):
                 if asker is not None:
                     asker.engine.stop()
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _choose_kinds(
+        self, missing: Mapping[str, int], indices: Sequence[int], wave: int, logged: Mapping[str, Mapping[str, Any]]
+    ) -> dict[int, str]:
+        """Return the kinds of the next rows by their numbers; rows in the log have the kinds that they had.
+
+        Those differ from the planned ones if rows of earlier waves were kept, and are held out by now.
+        """
+        planned = dict(zip(indices, self._planner.choose_kinds(missing, len(indices), wave), strict=True))
+        known = {i: str(logged[str(i)]["category"]) for i in indices if str(i) in logged}
+        if planned == {**planned, **known}:
+            return planned
+        counts = Counter(known.values())
+        lacking = {kind: max(number - counts[kind], 0) for kind, number in missing.items()}
+        free = [i for i in indices if i not in known][: sum(lacking.values())]
+        others = self._planner.choose_kinds(lacking, len(free), wave) if free else []
+        return dict(sorted({**known, **dict(zip(free, others, strict=True))}.items()))
 
     def _find_missing(self) -> dict[str, int]:
         """Return the rows that each kind still lacks, without kinds that have used up their plans."""
@@ -275,7 +303,8 @@ class _Run:
 
     def _count(self, line: dict[str, Any], is_new: bool) -> None:
         report = self.report
-        line = self._settle(line)
+        line = self._settle(line, is_new)
+        self._counted.add(line["id"])
         report.verdicts.setdefault(line["category"], Counter())[line["verdict"]] += 1
         report.usage.add(Usage(**line["usage"]))
         if line["verdict"] == "kept":
@@ -285,15 +314,18 @@ class _Run:
         if is_new:
             self._new.append(line["verdict"])
 
-    def _settle(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Return the line of a row with the verdict that follows from the rows before it; the log gets it if it is new.
+    def _settle(self, line: dict[str, Any], is_new: bool) -> dict[str, Any]:
+        """Return the line of a row with the verdict that it has now; the log gets it if it is another than before.
 
-        The row stays in the log, as it may be kept when a gap before it is filled, or repeat what fills the gap.
+        The verdict follows from the rows before it, which may be more once gaps are filled, and from the present
+        held-out files. So the log has the row whatever the verdict.
         """
         if line["row"] is None:
             return line
         verdict, reason = "kept", ""
-        if (earlier := self._seen.add(" ".join(line["requests"]))) is not None:
+        if not is_new and self._writer.held_out.has(line["requests"]):
+            verdict, reason = "held_out", "it is in a file of --held-out"
+        elif (earlier := self._seen.add(" ".join(line["requests"]))) is not None:
             verdict, reason = "near_duplicate", f"of the request of kept row {earlier + 1}"
         if (verdict, reason) != (line["verdict"], line["reason"]):
             line = {**line, "verdict": verdict, "reason": reason}

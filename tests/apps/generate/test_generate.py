@@ -452,6 +452,36 @@ def test_held_out_questions_are_dropped_and_a_teacher_of_nothing_else_is_given_u
     assert "nothing that the teacher answered was usable. held_out, 16 of the last 16" in said
 
 
+def test_rows_that_are_held_out_by_now_are_dropped_when_a_run_is_resumed(tools: Path, tmp_path: Path) -> None:
+    held_out, out = tmp_path / "cases.jsonl", tmp_path / "rows.jsonl"
+    held_out.write_text(json.dumps(make_own_row("Is there a ferry to the island on Sundays?")) + "\n")
+    with serve_teacher(Teacher()) as log:
+        assert generate(log.url, tools, out, "--held-out", str(held_out), num=24) == 0
+        before, num_asked = out.read_bytes(), read_summary(out)["asked"]
+        settings = json.loads((out.with_suffix(".generate") / "log.settings.json").read_text())
+        leaked = [row["messages"][0]["content"] for row in read_rows(out)][3:20:4]
+        unchanged = held_out.read_text()
+        held_out.write_text("".join(json.dumps(make_own_row(text)) + "\n" for text in leaked[:1]))
+        assert generate(log.url, tools, out, "--held-out", str(held_out), num=24) == 0
+        assert read_summary(out)["dropped"]["held_out"] == 1
+        changed = json.loads((out.with_suffix(".generate") / "log.settings.json").read_text())
+        assert changed["held_out"] != settings["held_out"], "there is one item in both"
+        assert {**changed, "held_out": None} == {**settings, "held_out": None}
+        held_out.write_text("".join(json.dumps(make_own_row(text)) + "\n" for text in leaked))
+        assert generate(log.url, tools, out, "--held-out", str(held_out), num=24) == 0
+        summary, rows = read_summary(out), read_rows(out)
+        assert summary["dropped"]["held_out"] == len(leaked) == 5
+        assert summary["asked"] > num_asked
+        assert summary["kept"] == 24 == sum(kind["wanted"] for kind in summary["kinds"].values())
+        assert all(kind["kept"] == kind["wanted"] for kind in summary["kinds"].values())
+        assert not {row["messages"][0]["content"] for row in rows} & set(leaked)
+        written = len(log.bodies)
+        held_out.write_text(unchanged)
+        assert generate(log.url, tools, out, "--held-out", str(held_out), num=24) == 0
+        assert len(log.bodies) == written, "all rows are there"
+    assert out.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("answer", "ending", "words"),
     [
