@@ -254,12 +254,15 @@ def _open(arguments: argparse.Namespace, budget: Budget, is_judge: bool) -> Aske
     from fctune.engines.server import ServerEngine
 
     price = (arguments.judge_price or arguments.price) if is_judge else arguments.price
+    key_variable = "FCTUNE_JUDGE_API_KEY" if is_judge else "FCTUNE_API_KEY"
     engine = ServerEngine(
         arguments.judge if is_judge else arguments.teacher,
         arguments.judge_model if is_judge else arguments.served_model,
-        read_environment().get("FCTUNE_JUDGE_API_KEY" if is_judge else "FCTUNE_API_KEY") or None,
+        read_environment().get(key_variable) or None,
         sampling=Sampling(0.0 if is_judge else arguments.temperature, arguments.seed),
         retry_policy=RetryPolicy(max_attempts=arguments.attempts, timeout_s=arguments.timeout),
+        key_variable=key_variable,
+        model_option="--judge-model" if is_judge else "--served-model",
     )
     call_format = get_format(arguments.format) if arguments.format and not is_judge else None
     return Asker(

@@ -240,6 +240,24 @@ def test_answers_that_differ_are_dropped_though_the_first_is_right(tools: Path, 
     assert set(dropped) <= {"disagreement", "invalid_call"}, "set_alarm is not always on offer"
 
 
+@pytest.mark.parametrize(("status", "remedy"), [(401, "set FCTUNE_JUDGE_API_KEY"), (404, "see --judge-model")])
+def test_a_judge_that_refuses_every_request_is_one_sentence_with_its_own_options(
+    status: int, remedy: str, tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serve_teacher(Teacher(spoil("judge", 1, lambda handler, _: handler.send(status, "{}")))) as log:
+        assert generate(log.url, tools, tmp_path / "rows.jsonl", "--judge", log.url, num=2) == 2
+    assert remedy in capsys.readouterr().err
+
+
+def test_a_key_of_the_judge_that_cannot_be_sent_is_named(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_JUDGE_API_KEY", "two words")
+    with serve_teacher(Teacher()) as log:
+        assert generate(log.url, tools, tmp_path / "rows.jsonl", "--judge", log.url, num=2) == 2
+    assert "FCTUNE_JUDGE_API_KEY: contains characters" in capsys.readouterr().err
+
+
 def test_retry_after_is_respected(tools: Path, tmp_path: Path) -> None:
     waited: list[float] = []
 
