@@ -30,7 +30,11 @@ def run_acceptance(argv: Sequence[str]) -> int:
 
     A run that ends early writes its result and exits this process with 1.
     """
-    launch = read_launcher_environment()
+    try:
+        launch = read_launcher_environment()
+    except ConfigError as error:
+        print(f"\n{error}\n", file=sys.stderr, flush=True)
+        return 2
     logging.getLogger("fctune").setLevel(logging.WARNING)
     try:
         config = load_acceptance(*read_command_line(argv, _USAGE))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run one node's part of a training run: the preflight, then torchrun, which is started only here.
 #
-#   CONFIG=configs/llama3_1_8b_lora.yaml sky/run_node.sh [key=value ...]
+#   CONFIG=configs/llama3_1_8b_lora.yaml sky/run_node.sh [key=value ...]     # or MODEL_SIZE=8B
 #
 # The nodes are read from SkyPilot's variables, or from Slurm's (one task per node). Without either, set these on each
 # node; only NODE_RANK differs:
@@ -17,7 +17,8 @@ cd "$(dirname "$0")/.." || exit 2
 [ ! -x .venv/bin/tune ] || PATH=$PWD/.venv/bin:$PATH
 export PYTHONSAFEPATH=1 # no file of this folder is imported instead of a package
 
-config=${CONFIG:?usage: CONFIG=configs/llama3_1_8b_lora.yaml $0 [key=value ...]}
+config=${CONFIG:-${MODEL_SIZE:-}}
+: "${config:?usage: CONFIG=configs/llama3_1_8b_lora.yaml $0 [key=value ...], or MODEL_SIZE=8B}"
 nodes=${SKYPILOT_NUM_NODES:-${SLURM_NNODES:-${NUM_NODES:-1}}}
 node=${SKYPILOT_NODE_RANK:-${SLURM_NODEID:-${NODE_RANK:-0}}}
 port=${MASTER_PORT:-$((29500 + ${SLURM_JOB_ID:-0} % 500))}
@@ -43,7 +44,7 @@ progress=${launch_id:+$FCTUNE_SHARED/restarts/${launch_id//[^[:alnum:]_.-]/-}}
 last_step=0 fruitless=0
 [ ! -s "$progress" ] || read -r last_step fruitless < "$progress"
 
-# The preflight writes the launch here once all nodes are fit: recipe, output_dir, log, arguments.
+# The preflight writes the launch here once all nodes are fit: config, recipe, output_dir, log, arguments.
 launch=$(mktemp)
 imports=$(mktemp -d)
 trap 'rm -rf "$launch" "$imports"' EXIT

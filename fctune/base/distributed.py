@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.network import set_gloo_interface
+from fctune.base.processes import check_srun_tasks
 
 T = TypeVar("T")
 
@@ -71,8 +72,12 @@ def read_launcher_environment() -> LauncherEnvironment:
     """Read the variables that torchrun sets; without them, set those of a single rank.
 
     ``tune run recipes/x`` without ``--nproc_per_node`` starts a recipe in its own process, without RANK.
+
+    Raises:
+        ConfigError: Without these variables, srun started the process as one of several.
     """
     if "RANK" not in os.environ:
+        check_srun_tasks("--nproc_per_node")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -95,6 +100,7 @@ def init_distributed() -> World:
     """Join the process group that the launcher describes; without a launcher, create one of a single rank.
 
     Raises:
+        ConfigError: Without a launcher, srun started this process as one of several.
         DuplicateRankError: A process of another launch has joined as this rank.
     """
     launch = read_launcher_environment()

@@ -12,12 +12,42 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from fctune.base.errors import ConfigError
 from fctune.base.launcher_watch import stop_with_parent
 
 _POLL_S = 0.05
 _REAP_S = 5.0  # after SIGKILL; a process whose driver or disk hangs is left to the kernel
 _PIECE_BYTES = 64 * 1024
 _MAX_PIPE_BYTES = 1024 * 1024  # what a pipe may hold (/proc/sys/fs/pipe-max-size)
+
+
+def count_srun_tasks() -> int:
+    """Return the number of tasks in which srun started this command; 1 without srun, and for a shell that it opened.
+
+    The script of a batch job is one task, however many the job may start.
+    """
+    if "SLURM_PTY_PORT" in os.environ:  # srun --pty: a person types the command, in the first task only
+        return 1
+    number = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    return int(number) if number.isdecimal() else 1
+
+
+def check_srun_tasks(own_run: str) -> None:
+    """Check that srun started this command only once.
+
+    Args:
+        own_run: Option that says that each task is a run of its own.
+
+    Raises:
+        ConfigError: srun started it in several tasks.
+    """
+    if (tasks := count_srun_tasks()) > 1:
+        raise ConfigError(
+            f"srun started this command {tasks} times, and each would train by itself. Start one that starts a process "
+            "for each GPU: on one node srun --nodes=1 --ntasks=1 --gpus-per-node=8 fctune train CONFIG, on several "
+            f"sbatch --nodes=2 sky/slurm/finetune_venv.sbatch. If each task is a run of its own, pass {own_run}, and "
+            "another output_dir in each."
+        )
 
 
 class Child:

@@ -17,6 +17,7 @@ from fctune.cli.data_rows import (
     add_row_commands,
     add_selection_arguments,
     add_tools_argument,
+    check_outputs,
     list_sources,
     read_augment,
     read_columns,
@@ -163,6 +164,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
 
     if arguments.seq_len is not None and arguments.tokenizer is None:
         raise ConfigError("--seq-len: needs --tokenizer, which tokens are counted with.")
+    check_outputs(arguments.paths, {"--json": arguments.json, "--html": arguments.html})
     chosen = _read_template(arguments)
     columns, tools = read_columns(arguments), read_tool_files(arguments.tools)
     encode: Encode | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,6 +232,7 @@ def _add_augment(data: Any) -> None:
     add_format_argument(augment)
     add_selection_arguments(augment)
     augment.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows")
+    add_tools_argument(augment)
     augment.add_argument("--force", action="store_true", help="replace OUT if it exists")
     augment.add_argument("--json", type=Path, metavar="FILE", help="write the counts of each kind as JSON")
     augment.set_defaults(run=_augment_data)
@@ -343,6 +345,7 @@ def _add_cases(data: Any) -> None:
     add_format_argument(cases)
     add_selection_arguments(cases)
     cases.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows of each source")
+    add_tools_argument(cases)
     cases.add_argument(
         "--force-benchmark", action="store_true", help="make cases of a benchmark's questions; each then says so"
     )
@@ -394,6 +397,7 @@ def _convert_data(arguments: argparse.Namespace) -> int:
 
 def _augment_data(arguments: argparse.Namespace) -> int:
     from fctune.data.augment.augmented_file import augment_source
+    from fctune.data.sources.tool_file import read_tool_files
 
     _check_out(arguments)
     config, columns = read_augment(arguments), read_columns(arguments)
@@ -412,6 +416,7 @@ def _augment_data(arguments: argparse.Namespace) -> int:
             lambda counts: status.update(f"{counts.rows:,} rows read, {counts.added:,} added"),
             read_selection(arguments),
             _read_redact(arguments),
+            read_tool_files(arguments.tools),
         )
     _print_report(console, report.describe(arguments.source, str(arguments.out)))
     _write_counts(arguments, report.to_json())
@@ -441,15 +446,35 @@ def _write_counts(arguments: argparse.Namespace, counts: Mapping[str, Any]) -> N
         write_file(arguments.json, "--json", lambda: text)
 
 
-def _check_out(arguments: argparse.Namespace) -> None:
-    """Check the paths of a command that writes rows before any is read."""
+def check_outputs(sources: Sequence[str], outputs: Mapping[str, Path | None]) -> None:
+    """Check that the files that a command writes, by option, are none of its sources and differ from each other.
+
+    Raises:
+        ConfigError: Two are the same file.
+        DataError: A source does not exist.
+    """
     from fctune.data.sources.reader import list_files
 
+    local = [source for source in sources if not source.startswith(("hf:", "synthetic:"))]
+    files = {os.path.realpath(file) for source in local for file in list_files(source)}
+    written: dict[str, str] = {}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        real = os.path.realpath(path)
+        if real in files:
+            raise ConfigError(
+                f"{option} {path}: is the source itself; choose another file, so that the rows as they were stay."
+            )
+        if real in written:
+            raise ConfigError(f"{option} {path}: is the file of {written[real]} as well; choose another.")
+        written[real] = option
+
+
+def _check_out(arguments: argparse.Namespace) -> None:
+    """Check the paths of a command that writes rows before any is read."""
     out: Path = arguments.out
-    if not arguments.source.startswith(("hf:", "synthetic:")):
-        files = list_files(arguments.source)
-        if out.exists() and any(Path(file).exists() and out.samefile(file) for file in files):
-            raise ConfigError(f"{out}: is the source itself; choose another file, so that the rows as they were stay.")
+    check_outputs([arguments.source], {"OUT": out, "--json": arguments.json})
     if out.suffix not in (".jsonl", ".ndjson"):
         raise ConfigError(f"{out}: expected a file that ends in .jsonl, one row on each line.")
     if out.is_dir() or (out.exists() and not arguments.force):
@@ -458,7 +483,7 @@ def _check_out(arguments: argparse.Namespace) -> None:
 
 
 def _make_cases(arguments: argparse.Namespace) -> int:
-    from fctune.data.sources.reader import list_files
+    from fctune.data.sources.tool_file import read_tool_files
     from fctune.tasks.evaluation.row_cases import (
         RowCase,
         check_benchmark,
@@ -469,12 +494,7 @@ def _make_cases(arguments: argparse.Namespace) -> int:
 
     if not 0 < arguments.test_share < 1:
         raise ConfigError(f"--test-share {arguments.test_share:g}: expected more than 0 and less than 1.")
-    for path in arguments.paths:
-        if not path.startswith(("hf:", "synthetic:")):
-            for file in list_files(path):
-                for option, out in (("--out", arguments.out), ("--test", arguments.test)):
-                    if out is not None and out.exists() and out.samefile(file):
-                        raise ConfigError(f"{option} {out}: is the source itself; choose another file.")
+    check_outputs(arguments.paths, {"--out": arguments.out, "--test": arguments.test})
     columns = read_columns(arguments)
     redact = _read_redact(arguments)
     made = make_row_cases(
@@ -486,6 +506,7 @@ def _make_cases(arguments: argparse.Namespace) -> int:
         arguments.fold,
         read_selection(arguments),
         redact,
+        read_tool_files(arguments.tools),
     )
     check_benchmark(made.benchmark, ", ".join(arguments.paths), arguments.force_benchmark)
     mark = {} if made.benchmark is None else {"metadata": {"benchmark": made.benchmark}}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import math
 import shlex
 from collections import Counter
@@ -183,6 +185,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     _check_numbers(arguments)
+    from fctune.apps.generate.drafts import MAX_SMALL_TALK
     from fctune.apps.generate.inputs import read_examples, read_held_out
     from fctune.apps.generate.plan import Planner
     from fctune.engines.mcp_tools import read_offered_tools
@@ -195,9 +198,15 @@ def _generate(arguments: argparse.Namespace) -> int:
         arguments.kinds,
         arguments.seed,
         arguments.max_tools,
-        examples,
+        examples.requests,
         hides_tools=arguments.requests == "drafted",
+        max_small_talk=MAX_SMALL_TALK if arguments.requests == "drafted" else None,
     )
+    if examples.secrets.rows:
+        found = examples.secrets.describe(is_redacted=False)
+        _print_lines([f"--seed-rows {arguments.seed_rows}: left out {found}"])
+    if (sentence := planner.describe_limit(arguments.num)) is not None:
+        _print_lines([sentence])
     from fctune.apps.generate.dialogue import HeldOut, Writer
     from fctune.apps.generate.teacher import Budget
 
@@ -245,12 +254,15 @@ def _open(arguments: argparse.Namespace, budget: Budget, is_judge: bool) -> Aske
     from fctune.engines.server import ServerEngine
 
     price = (arguments.judge_price or arguments.price) if is_judge else arguments.price
+    key_variable = "FCTUNE_JUDGE_API_KEY" if is_judge else "FCTUNE_API_KEY"
     engine = ServerEngine(
         arguments.judge if is_judge else arguments.teacher,
         arguments.judge_model if is_judge else arguments.served_model,
-        read_environment().get("FCTUNE_JUDGE_API_KEY" if is_judge else "FCTUNE_API_KEY") or None,
+        read_environment().get(key_variable) or None,
         sampling=Sampling(0.0 if is_judge else arguments.temperature, arguments.seed),
         retry_policy=RetryPolicy(max_attempts=arguments.attempts, timeout_s=arguments.timeout),
+        key_variable=key_variable,
+        model_option="--judge-model" if is_judge else "--served-model",
     )
     call_format = get_format(arguments.format) if arguments.format and not is_judge else None
     return Asker(
@@ -283,10 +295,14 @@ def _describe(
         "max_tools": arguments.max_tools,
         "num_tools": len(planner.tools),
         "tools_and_examples": planner.digest(),
-        "held_out": {path: len(items) for path, items in held_out.items()},
+        "held_out": {path: {"items": len(items), "digest": _digest(items)} for path, items in held_out.items()},
         "execute": sorted(writer.executed),
         "prompts": VERSION,
     }
+
+
+def _digest(items: Any) -> str:
+    return hashlib.blake2b(json.dumps(items).encode(), digest_size=8).hexdigest()
 
 
 def _run(
@@ -337,5 +353,12 @@ def _print_report(report: Report, out: Path) -> None:
     lines.append(f"{format_count(len(report.kept), 'row')} in {out}, all outcomes in {log_path(out)}")
     if report.kept:
         lines.append(f"next: fctune tune --data {shlex.quote(str(out))} --model MODEL")
+    _print_lines(lines)
+
+
+def _print_lines(lines: list[str]) -> None:
+    from fctune.cli.tables import make_console
+
+    console = make_console()
     for line in lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fctune.base.processes import check_srun_tasks
 from fctune.cli.parser import add_config_arguments
 from fctune.config.intervals import format_count
 from fctune.config.shipped import shipped_dir
@@ -33,6 +34,8 @@ def add_commands(commands: Any) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     if arguments.nproc is not None and arguments.nproc < 1:
         arguments.command_parser.error(f"--nproc {arguments.nproc}: expected 1 or more")
+    if arguments.nproc is None:
+        check_srun_tasks("--nproc")
     config = load_run_config(arguments.config, arguments.overrides)
     from fctune.training.launcher import count_gpus, launch_recipe
 

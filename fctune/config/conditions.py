@@ -20,6 +20,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<": lambda a, b: a < b,
 }
 _CONDITION = re.compile(r"""\s*([\w.:/-]+)\s*(>=|<=|!=|==|>|<)\s*("[^"]*"|'[^']*'|[^\s"'=<>!]+)\s*""")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 _AND = re.compile(r"and\b", re.IGNORECASE)
 
 
@@ -29,12 +30,20 @@ class Condition:
 
     name: str
     operator: str
-    value: bool | float | str
+    value: bool | int | float | str
 
     def __str__(self) -> str:
-        is_plain = not isinstance(self.value, str) or re.fullmatch(r"[\w.-]+", self.value)
-        value = self.value if isinstance(self.value, str) and is_plain else json.dumps(self.value)
+        value = json.dumps(self.value)
+        if isinstance(self.value, str):  # as it can be read again
+            quote = "'" if '"' in self.value else '"'
+            is_plain = re.fullmatch(r"[\w.-]+", self.value) and _read_value(self.value) == self.value
+            value = self.value if is_plain else f"{quote}{self.value}{quote}"
         return f"{self.name} {self.operator} {value}"
+
+    @property
+    def is_number(self) -> bool:
+        """True if values are compared with a number."""
+        return isinstance(self.value, int | float) and not isinstance(self.value, bool)
 
     def holds(self, found: Any) -> bool:
         """Return True if the comparison holds for a value, or for any value of a list (``!=``: for all of them).
@@ -43,13 +52,10 @@ class Condition:
         """
         if isinstance(found, list):
             return (all if self.operator == "!=" else any)(map(self.holds, found))
-        if isinstance(found, str) and isinstance(self.value, bool | float):
-            try:
-                found = json.loads(found.lower())
-            except ValueError:
-                return self.operator == "!="
+        if isinstance(found, str) and not isinstance(self.value, str):
+            found = _read_value(found)
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        is_comparable = is_number if isinstance(self.value, float) else isinstance(found, type(self.value))
+        is_comparable = is_number if self.is_number else isinstance(found, type(self.value))
         return _OPERATORS[self.operator](found, self.value) if is_comparable else self.operator == "!="
 
 
@@ -75,21 +81,20 @@ def parse_conditions(text: str) -> tuple[Condition, ...]:
             )
         name, operator, value = found.groups()
         condition = Condition(name, operator, _read_value(value))
-        if operator not in ("==", "!=") and not isinstance(condition.value, float):
+        if operator not in ("==", "!=") and not condition.is_number:
             raise ValueError(f"{found.group().strip()}: {operator} needs a number")
-        if name in COUNTS and not isinstance(condition.value, float):
+        if name in COUNTS and not condition.is_number:
             raise ValueError(f"{found.group().strip()}: {name} is a number")
         conditions.append(condition)
         at = found.end()
     return tuple(conditions)
 
 
-def _read_value(text: str) -> bool | float | str:
-    if text[0] in "\"'":
+def _read_value(text: str) -> bool | int | float | str:
+    if text[:1] in ("'", '"'):
         return text[1:-1]
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    try:
-        return float(text)
-    except ValueError:
+    if _NUMBER.fullmatch(text) is None:
         return text
+    return int(text) if text.lstrip("+-").isdecimal() else float(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from fctune.config.intervals import format_count
 from fctune.config.key_hints import find_key
 from fctune.config.parsing import parse_dataclass, shorten
 from fctune.config.schema import RunConfig
-from fctune.config.shipped import find_shipped_config, list_shipped_configs, resolve_shipped_path
+from fctune.config.shipped import find_shipped_config, list_shipped_configs, list_sizes, resolve_shipped_path
 from fctune.config.yaml_text import MAX_CHARS, parse_yaml
 
 _MAX_PROBLEMS = 100  # in a report
 _MAX_PROBLEM_CHARS = 1000
 _MAX_FILES = 50
+
+_SIZE = re.compile(r"\d+(\.\d+)?[BM]?", re.IGNORECASE)  # of a model, in a config's place
 
 
 def load_config(
@@ -170,6 +173,8 @@ def _find_file(path: str | Path) -> Path:
         return shipped
     local = {file.name for file in found.parent.glob("*.yaml")} if os.path.isdir(found.parent) else set()
     near = local | {file.stem for file in list_shipped_configs() if file.name not in local}
+    if _SIZE.fullmatch(str(path)):
+        raise ConfigError(f"{path}: fctune comes with no config for models of this size; it has {list_sizes()}.")
     close = difflib.get_close_matches(found.name, sorted(near), n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(close)}?" if close else "."
     raise ConfigError(

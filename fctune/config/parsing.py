@@ -265,9 +265,12 @@ def suggest_hub_name(path: str, otherwise: str = "") -> str:
         path: A path, or a name without ``hf:``, with ``:CONFIG`` or ``@REVISION``.
         otherwise: Returned for any other path.
     """
-    owner = path.partition("/")[0]
-    is_name = _HUB_NAME.fullmatch(path) is not None and not os.path.exists(owner)
-    return f"; did you mean hf:{path}?" if is_name else otherwise
+    return f"; did you mean hf:{path}?" if is_hub_name(path) else otherwise
+
+
+def is_hub_name(path: str) -> bool:
+    """Return True for the form OWNER/NAME, also with ``:CONFIG`` or ``@REVISION``, where OWNER is not a directory."""
+    return _HUB_NAME.fullmatch(path) is not None and not os.path.exists(path.partition("/")[0])
 
 
 def describe_no_file(path: str | Path) -> str:

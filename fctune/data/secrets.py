@@ -447,6 +447,12 @@ class SecretScanner:
         self.search(text, found)
         return found
 
+    def is_named_secret(self, name: str, text: str) -> bool:
+        """Return True if the value of a key has a secret, by itself or by the key's name."""
+        found: dict[str, str] = {}
+        self._search(text, name, self._rules, found)
+        return bool(found)
+
     def search(self, text: str, found: dict[str, str]) -> None:
         """Add the secrets in a text to those found."""
         self._search(text, "", self._choose(text), found)

@@ -57,6 +57,8 @@ class ServerEngine:
         template_args: Switches of the chat template, sent with each request; those of a prompt are merged over them.
         keeps_tokens: Answers have their ``tokens``, which vLLM sends on request; one without them is an error.
         is_streamed: Have answers sent in pieces, and put them together as clients do; not with ``keeps_tokens``.
+        key_variable: Environment variable that the key is set with, for messages.
+        model_option: Option that the model is named with, for messages.
 
     Attributes:
         vocab_size: Token ids of answers are below it; None if it is not known.
@@ -78,13 +80,15 @@ class ServerEngine:
         template_args: Mapping[str, Any] | None = None,
         keeps_tokens: bool = False,
         is_streamed: bool = False,
+        key_variable: str = "FCTUNE_API_KEY",
+        model_option: str = "--served-model",
     ):
         assert not (keeps_tokens and is_streamed), "tokens are not read from streams"
         self.url = parse_base_url(url, "--model")
         if api_key and (not api_key.isascii() or not api_key.isprintable() or " " in api_key):
             # Not shown: part of it may be the key.
             raise ConfigError(
-                "FCTUNE_API_KEY: contains characters that a header cannot carry, such as spaces. Set it again."
+                f"{key_variable}: contains characters that a header cannot carry, such as spaces. Set it again."
             )
         self.concurrency = concurrency
         self.sampling = sampling or Sampling()
@@ -96,6 +100,7 @@ class ServerEngine:
         # Consecutive requests without any answer after which the server is considered gone.
         self._give_up_after = max(8, 2 * concurrency)
         self._key_hint = "the server refuses the API key" if api_key else "the server requires an API key"
+        self._key_variable, self._model_option = key_variable, model_option
         self._accepts_ignore_eos = True
         self.vocab_size: int | None = None
         self._root = self.url.removesuffix("/v1")
@@ -185,7 +190,8 @@ class ServerEngine:
                 # A server without constrained decoding, or one that cannot compile this schema.
                 return self.request(replace(prompt, schema=None))
             if error.is_fatal:
-                hint = f"{self._key_hint}; set FCTUNE_API_KEY" if error.status in (401, 403) else "see --served-model"
+                is_about_key = error.status in (401, 403)
+                hint = f"{self._key_hint}; set {self._key_variable}" if is_about_key else f"see {self._model_option}"
                 raise ConfigError(f"{self.url} with the model {self.model}: {error} ({hint}).") from None
             raise
         return replace(answer, seconds=round(time.perf_counter() - start, 4))
@@ -237,7 +243,7 @@ class ServerEngine:
             if error.status is None:
                 raise ConfigError(f"{self.url}: {error}. Is the server up, and the address right?") from None
             if error.status in (401, 403):
-                raise ConfigError(f"{self.url}: {self._key_hint} ({error}). Set FCTUNE_API_KEY.") from None
+                raise ConfigError(f"{self.url}: {self._key_hint} ({error}). Set {self._key_variable}.") from None
             listed = None
         rows = read_models(listed)
         self._server_name = next((str(row["owned_by"]) for row in rows if row.get("owned_by")), "the server")
@@ -248,7 +254,7 @@ class ServerEngine:
             return names[0]
         unlisted = "the server lists none (for transformers serve, it is the directory that it was started with)"
         listing = f"the server lists {', '.join(names[:10])}" if names else unlisted
-        raise ConfigError(f"{self.url}: no model name given, and {listing}. Name it: --served-model NAME.")
+        raise ConfigError(f"{self.url}: no model name given, and {listing}. Name it: {self._model_option} NAME.")
 
     def _request_answer(self, index: int, prompt: Prompt) -> tuple[Answer, bool]:
         """Return the answer to one prompt, and True if the server seems to be gone."""

@@ -17,16 +17,30 @@ from fctune.base.gpus import GPUS
 
 # Pattern of the name reported by the driver -> key of ``fctune.base.gpus.GPUS``; the first match wins.
 _KINDS = (
+    (r"\bB300\b", "b300"),
     (r"\bB200\b", "b200"),
-    (r"\bH200\b(?!.*NVL)", "h200"),
+    (r"\bGH200\b", "gh200"),
+    (r"\bH200\b.*NVL", "h200-nvl"),
+    (r"\bH200\b", "h200"),
     (r"\bH100\b.*PCIe", "h100-pcie"),
-    (r"\bH100\b(?!.*NVL)", "h100"),
+    (r"\bH100\b.*NVL", "h100-nvl"),
+    (r"\bH100\b", "h100"),
     (r"\bA100\b", "a100"),  # the same rate for every memory size and board
     (r"\bL40S\b", "l40s"),
+    (r"\bL40\b", "l40"),
     (r"\bL4\b", "l4"),
+    (r"\bA40\b", "a40"),
+    (r"\bA30\b", "a30"),
     (r"\bA10G\b", "a10g"),
+    (r"\bA10\b", "a10"),
+    (r"\bRTX PRO 6000 Blackwell Workstation\b", "rtx-pro-6000"),  # the others have lower rates
+    (r"\bRTX 6000 Ada\b", "rtx6000-ada"),
     (r"\bRTX A6000\b", "a6000"),
+    (r"\bRTX 5090\b(?! (?:D|Laptop)\b)", "rtx5090"),
+    (r"\bRTX 5080\b(?! Laptop\b)", "rtx5080"),
     (r"\bRTX 4090\b(?! (?:D|Laptop)\b)", "rtx4090"),
+    (r"\bRTX 4080\b(?! (?:SUPER|Laptop)\b)", "rtx4080"),
+    (r"\bRTX 3090\b(?! Ti\b)", "rtx3090"),
 )
 _EVERY_S = 1.0  # NVML samples every 1/6 s to 1 s
 

@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError
 from fctune.base.files import is_in_use, write_atomically
+from fctune.base.processes import count_srun_tasks
 
 if TYPE_CHECKING:
     from fctune.config.schema import RunConfig
@@ -375,9 +376,10 @@ class DirectoryLock:
             is_local = holder.get("host") == platform.node()
             limit_s = wait_s if wait_s is not None else _LOCAL_WAIT_S if is_local else _REMOTE_WAIT_S
             if (is_local and _is_alive(holder.get("process"))) or time.monotonic() - started >= limit_s:
+                remedy = ", or let srun start one task per node" if count_srun_tasks() > 1 else ""
                 raise ConfigError(
                     f"output_dir={folder}: another run is writing to it ({_describe_holder(holder)}). "
-                    "Use another directory, or stop that run first."
+                    f"Use another directory, or stop that run first{remedy}."
                 )
             if not is_logged:
                 is_logged = True

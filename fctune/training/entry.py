@@ -201,7 +201,11 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     directory was not resumed.
     """
     end_with_launcher()
-    world = distributed.init_distributed()
+    try:
+        world = distributed.init_distributed()
+    except ConfigError as error:
+        print(f"\n{error}\n", file=sys.stderr, flush=True)
+        return 2
     if world.device.type == "cpu":
         reuse_freed_memory()
     _start_logging(world)

@@ -2,8 +2,31 @@
 # shellcheck shell=bash
 
 [ -z "${FCTUNE_SWEEP:-}" ] || printf -v CONFIG '%s/configs/%03d.yaml' "$FCTUNE_SWEEP" "$SLURM_ARRAY_TASK_ID"
-export CONFIG=${CONFIG:-configs/llama3_1_8b_lora.yaml}
+[ -n "${CONFIG:-}${MODEL_SIZE:-}" ] || CONFIG=configs/llama3_1_8b_lora.yaml
+export CONFIG=${CONFIG:-}
 export FCTUNE_SHARED=${FCTUNE_SHARED:-$HOME/fctune} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/tmp/fctune-$SLURM_JOB_ID}
+
+# Load the modules of FCTUNE_MODULES, which srun passes on to all nodes. Their functions may use unset variables.
+if [ -n "${FCTUNE_MODULES:-}" ]; then
+  set +u
+  for file in "$MODULESHOME/init/bash" "$LMOD_PKG/init/bash" /etc/profile.d/modules.sh /etc/profile.d/lmod.sh; do
+    # shellcheck source=/dev/null
+    command -v module > /dev/null || [ ! -f "$file" ] || . "$file"
+  done
+  if ! command -v module > /dev/null; then
+    echo "FCTUNE_MODULES=$FCTUNE_MODULES: this node has no module command. Leave the variable empty, or set" \
+      "MODULESHOME to the folder that has init/bash." >&2
+    exit 2
+  fi
+  for name in $FCTUNE_MODULES; do
+    module load "$name" || {
+      echo "FCTUNE_MODULES=$FCTUNE_MODULES: module load $name failed on $(hostname). Choose one that module avail lists." >&2
+      exit 2
+    }
+  done
+  set -u
+fi
+
 mkdir -p "$FCTUNE_SHARED"
 srun --ntasks-per-node=1 mkdir -p "$FCTUNE_NETWORK" || exit
 started=$(date +%s)
@@ -60,7 +83,7 @@ run_and_report() {
   elapsed=$((now - started))
   {
     echo "job        $SLURM_JOB_ID (restart ${SLURM_RESTART_COUNT:-0}) on $SLURM_JOB_NUM_NODES nodes, $SLURM_JOB_NODELIST"
-    echo "config     $CONFIG"
+    echo "config     ${CONFIG:-of MODEL_SIZE=$MODEL_SIZE}"
     echo "started    $(date -Is -d "@$started")"
     echo "ended      $(date -Is -d "@$now"), after $((elapsed / 3600)) h $((elapsed % 3600 / 60)) min"
     echo "exit code  $code${stop_signal:+, stop requested by $stop_signal}"

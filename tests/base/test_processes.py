@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fctune.base.processes import Child, Output, run_command
+from fctune.base.processes import Child, Output, count_srun_tasks, run_command
 
 BACKGROUND = "sleep 300 & echo $! > {pids}; echo $$ >> {pids}; "
 
@@ -96,3 +96,23 @@ def test_a_child_is_asked_to_end_when_its_parent_is_killed(tmp_path: Path) -> No
     parent.kill()
     parent.wait()
     wait_for_end(pids, num_lines=1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "tasks"),
+    [
+        ({}, 1),
+        ({"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "3"}, 16),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, 1),  # the script of a batch job
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "40001"}, 1),  # srun --ntasks=8 --pty bash
+        ({"SLURM_STEP_NUM_TASKS": ""}, 1),
+    ],
+)
+def test_the_tasks_of_a_step_are_counted(
+    variables: dict[str, str], tasks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert count_srun_tasks() == tasks

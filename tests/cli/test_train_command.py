@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from fctune.cli import main
+from fctune.training.entry import run_recipe
 from tests.cli.processes import wait_until
 from tests.conftest import ROOT
 from tests.warm_interpreter import warm_python
@@ -127,6 +128,22 @@ def test_a_wrong_key_is_found_before_any_process_starts(
     report = capsys.readouterr().err
     assert "optimizer.lrr: AdamW takes no such argument; did you mean optimizer.lr?" in report
     assert "epochs=0: expected 1 or more" in report
+
+
+def test_several_tasks_of_srun_are_refused_unless_each_is_a_run_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", "lora_tiny"]) == 2
+    report = capsys.readouterr().err
+    assert "srun started this command 8 times" in report
+    assert "srun --nodes=1 --ntasks=1 --gpus-per-node=8" in report
+    assert "sbatch --nodes=2 sky/slurm/finetune_venv.sbatch" in report
+    assert main(["train", "lora_tiny", "--nproc", "1", "optimizer.lrr=1"]) == 2
+    assert "srun" not in capsys.readouterr().err
+    assert run_recipe(lambda *_: pytest.fail("the recipe was made"), ["--config", "lora_tiny"]) == 2
+    assert "pass --nproc_per_node, and another output_dir in each" in capsys.readouterr().err
 
 
 def test_data_replaces_the_sources_of_the_config_wherever_it_stands(

@@ -159,6 +159,7 @@ def test_the_locations_of_calls_are_those_of_their_format() -> None:
 def test_what_is_left_out_or_read_as_something_else_is_counted() -> None:
     assert read(SHAPES["anthropic: a log"]).notes["error_result"] == 1
     assert read(SHAPES["langchain: messages"]).notes["error_result"] == 1
+    assert read(SHAPES["gemini: a log"]).notes["error_result"] == 1
     assert read(SHAPES["responses: a log"]).notes["reasoning_summary"] == 1
     hidden = change("responses: a log", "input.1.summary", [])
     assert read(hidden).notes["reasoning_hidden"] == 1

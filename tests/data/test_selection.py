@@ -79,6 +79,13 @@ CLAIMS: dict[str, tuple[Row, list[str], list[str]]] = {
     ),
     "a tool that is called": (CALLING, ["tool == search", "tool != other"], ["tool == other", "tool != search"]),
     "no call": (PLAIN, ["tool != search", "calls == 0"], ["tool == search", "calls > 0"]),
+    "a number of many digits": (
+        {**PLAIN, "session": 1234567890123456789},
+        ["session == 1234567890123456789"],
+        ["session == 1234567890123456788", "session == nan"],
+    ),
+    "a text of digits": ({**PLAIN, "code": "007"}, ["code == 007", "code == '007'"], ["code == 8", "code == '7'"]),
+    "a text like a number": ({**PLAIN, "status": "inf"}, ["status == inf"], ["status > 1"]),
     "lengths": (PLAIN, ["messages <= 2", "characters == 2", "calls < 1"], ["messages > 2", "characters > 2"]),
 }
 
@@ -91,6 +98,44 @@ def test_rows_are_selected_by_their_conditions(claim: str, tmp_path: Path) -> No
         assert len(select(path, where)) == 1, where
     for where in unmet:
         assert not select(path, where), where
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        *(
+            'category == "Zürich Nord"',
+            "version == '1.5'",
+            "mark == 'true'",
+            "path == 'C:\\Users'",
+            "id == 12345678901234567",
+        ),
+        *("""said == 'a "word"'""", "score >= 0.8 and tool == search", "is_good != true", "x == ''"),
+    ],
+)
+def test_conditions_are_written_as_they_are_read(where: str) -> None:
+    conditions = parse_conditions(where)
+    written = " and ".join(map(str, conditions))
+    assert parse_conditions(written) == conditions
+    assert [type(c.value) for c in parse_conditions(written)] == [type(c.value) for c in conditions]
+
+
+def test_secrets_are_not_among_the_values_that_a_condition_did_not_meet(tmp_path: Path) -> None:
+    key = "sk-live-4f9a8b7c6d5e4f3a2b1c0d9e8f7a6b5c"
+    rows = [{**PLAIN, "metadata": {"api_key": key, "team": "blue"}}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    for where in ("metadata.api_key == x", "metadata.team == red"):
+        with pytest.raises(DataError) as caught:
+            check_sources([path], selection=Selection(parse_conditions(where)))
+        assert key not in str(caught.value)
+        assert ("blue" in str(caught.value)) == ("team" in where)
+    assert "1, which are secrets and not shown" in find_error(path, "metadata.api_key == x")
+
+
+def find_error(path: str, where: str) -> str:
+    with pytest.raises(DataError) as caught:
+        check_sources([path], selection=Selection(parse_conditions(where)))
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(

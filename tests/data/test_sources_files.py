@@ -97,6 +97,30 @@ def test_a_directory_is_read_in_order_of_names(tmp_path: Path) -> None:
     assert [text for _, text in read_lines(str(tmp_path))] == ["a", "b", "c"]
 
 
+def test_a_directory_is_read_at_every_depth_and_hidden_folders_are_not(tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere"
+    for folder in (tmp_path / "rows" / "b" / "c", tmp_path / "rows" / ".cache", other):
+        folder.mkdir(parents=True)
+    for name in ("rows/a.jsonl", "rows/b/b.jsonl", "rows/b/c/c.jsonl", "rows/.cache/h.jsonl", "elsewhere/l.jsonl"):
+        write(tmp_path / name, json.dumps(make_row(Path(name).stem)))
+    (tmp_path / "rows" / "linked").symlink_to(other)
+    (tmp_path / "rows" / "b" / "loop").symlink_to(tmp_path / "rows")
+    assert [text for _, text in read_lines(str(tmp_path / "rows"))] == ["a", "b", "c", "l"]
+
+
+def test_an_object_over_several_lines_is_one_row(tmp_path: Path) -> None:
+    text = json.dumps(make_row("a"), indent=2)
+    for name, data in (("a.json", text), ("b.json", "{ " + text[1:].lstrip()), ("c.json", text + "\n" + text)):
+        assert {text for _, text in read_lines(write(tmp_path / name, data))} == {"a"}
+    assert len(read_lines(str(tmp_path / "c.json"))) == 2
+
+
+def test_a_zstd_file_may_begin_with_a_frame_to_skip(tmp_path: Path) -> None:
+    packed = pa.compress(json.dumps(make_row("a")).encode(), codec="zstd", asbytes=True)
+    frame = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"size"
+    assert read_lines(write(tmp_path / "rows.jsonl.zst", frame + packed)) == [(1, "a")]
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [

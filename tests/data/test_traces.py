@@ -470,6 +470,18 @@ ROLLOUTS: dict[str, tuple[list[Row], list[list[str | None]]]] = {
         ],
         [["A?", "A."], [f"{SUMMARY}\nC?", "C."]],
     ),
+    "a session begins without the summary of the one before": (
+        [
+            meta("s"),
+            said("user", "A?"),
+            said("assistant", "A."),
+            {"type": "compacted", "payload": {"message": SUMMARY}},
+            meta("t"),
+            said("user", "P?"),
+            said("assistant", "P."),
+        ],
+        [["A?", "A."], ["P?", "P."]],
+    ),
     "two sessions of a file are apart": (
         [
             meta("s"),
@@ -501,6 +513,29 @@ ROLLOUTS: dict[str, tuple[list[Row], list[list[str | None]]]] = {
 def test_each_part_of_a_rollout_is_a_conversation(claim: str, tmp_path: Path) -> None:
     lines, expected = ROLLOUTS[claim]
     assert list(map(texts, read(write(tmp_path / "rollout.jsonl", lines)))) == expected
+
+
+def test_what_follows_a_compaction_is_read_whatever_came_before(tmp_path: Path) -> None:
+    compacted = {"type": "compacted", "payload": {"message": SUMMARY}}
+    lines = [meta("s"), said("user", "A?"), said("assistant", "A."), taken_back(7), compacted]
+    defect, row = read(write(tmp_path / "rollout.jsonl", [*lines, said("user", "C?"), said("assistant", "C.")]))
+    assert isinstance(defect, Defect)
+    assert texts(row) == [f"{SUMMARY}\nC?", "C."]
+
+
+PLAIN: Row = {"messages": [{"role": "user", "content": "Plain?"}, {"role": "assistant", "content": "Plain."}]}
+ROLLOUT_LINES = [meta("s"), said("user", "A?"), said("assistant", "A.")]
+
+
+@pytest.mark.parametrize("log", [SESSION, ROLLOUT_LINES], ids=["claude_code", "codex"])
+def test_rows_of_another_format_after_a_session_are_read_and_before_it_are_told(log: list[Row], tmp_path: Path) -> None:
+    after = read(write(tmp_path / "after.jsonl", [*log, PLAIN]))
+    assert sum(texts(row) == ["Plain?", "Plain."] for row in after) == 1
+    assert len(after) == 2
+    before = read(write(tmp_path / "before.jsonl", [PLAIN, *log]))
+    assert texts(before[0]) == ["Plain?", "Plain."]
+    assert all(isinstance(row, Defect) for row in before[1:])
+    assert any("rows of another format; give each its own file" in str(row) for row in before[1:])
 
 
 def test_items_that_the_user_took_back_are_counted(tmp_path: Path) -> None:

@@ -200,13 +200,16 @@ def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
         holder.wait()
 
 
-def test_a_second_run_is_refused_at_once_and_names_the_first(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_at_once_and_names_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held(tmp_path / "run") as holder:
         started = time.monotonic()
         with pytest.raises(ConfigError, match=f"another run is writing to it .process {holder.pid} on ") as caught:
             RunDirectory(tmp_path / "run").lock()
         assert time.monotonic() - started < 5
-        assert "Use another directory" in str(caught.value)
+        assert str(caught.value).endswith("Use another directory, or stop that run first.")
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+        with pytest.raises(ConfigError, match=r"stop that run first, or let srun start one task per node\.$"):
+            RunDirectory(tmp_path / "run").lock()
 
 
 def test_a_killed_run_releases_its_lock(tmp_path: Path) -> None:

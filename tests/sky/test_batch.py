@@ -35,7 +35,7 @@ COMMANDS = {
 
 # Replaces a run: exits with CODE, immediately or on a request to stop.
 RUN_NODE = """
-    env | grep -E '^(CONFIG|FCTUNE_|MASTER_ADDR|SEED)' > "$CALLS/environment"
+    env | grep -E '^(CONFIG|MODEL_SIZE|FCTUNE_|MASTER_ADDR|SEED)' > "$CALLS/environment"
     echo "$@" > "$CALLS/arguments"
     touch "$CALLS/started"
     until [ -z "$WAIT" ] || [ -f "$CALLS/usr1" ] || [ -f "$CALLS/end" ]; do sleep 0.05; done
@@ -189,6 +189,50 @@ def test_environment_overrides_reach_the_run(tmp_path: Path) -> None:
     assert environment["CONFIG"] == "configs/x.yaml"
     assert environment["SEED"] == "5"
     assert environment["FCTUNE_SHARED"] == str(tmp_path / "fctune")
+
+
+def test_model_size_replaces_the_default_config(tmp_path: Path) -> None:
+    assert start(tmp_path, SCRIPTS[0], 0, False).wait(30) == 0
+    assert "CONFIG=configs/llama3_1_8b_lora.yaml" in calls(tmp_path, "environment")
+    assert start(tmp_path, SCRIPTS[0], 0, False, MODEL_SIZE="70B").wait(30) == 0
+    assert {"CONFIG=", "MODEL_SIZE=70B"} <= set(calls(tmp_path, "environment"))
+    assert "config     of MODEL_SIZE=70B\n" in (tmp_path / "train_41_summary.txt").read_text()
+
+
+# The module command of a cluster, which knows three modules and uses a variable that may be unset.
+MODULES = """
+    module() {
+      case "$2" in
+        cuda/12.8) export FCTUNE_CUDA=12.8$LMOD_UNSET ;;
+        nccl) export FCTUNE_NCCL=1 ;;
+        quiet) return 0 ;;
+        *) echo "unknown module $2" >&2; return 1 ;;
+      esac
+    }
+"""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_modules_are_loaded_before_the_run(name: str, tmp_path: Path) -> None:
+    write_script(tmp_path / "modules" / "init" / "bash", MODULES)
+    more = {"MODULESHOME": str(tmp_path / "modules"), "FCTUNE_MODULES": "cuda/12.8 nccl"}
+    assert start(tmp_path, name, 0, False, **more).wait(30) == 0
+    assert {"FCTUNE_CUDA=12.8", "FCTUNE_NCCL=1"} <= set(calls(tmp_path, "environment"))
+
+
+def test_a_module_that_fails_to_load_stops_the_job(tmp_path: Path) -> None:
+    write_script(tmp_path / "modules" / "init" / "bash", MODULES)
+    more = {"MODULESHOME": str(tmp_path / "modules"), "FCTUNE_MODULES": "cuda/12.8 ncl"}
+    assert start(tmp_path, SCRIPTS[0], 0, False, **more).wait(30) == 2
+    assert "FCTUNE_MODULES=cuda/12.8 ncl: module load ncl failed on" in (tmp_path / "train_41.err").read_text()
+    assert not calls(tmp_path, "srun")
+
+
+@pytest.mark.skipif(Path("/etc/profile.d/modules.sh").exists(), reason="this machine has modules")
+def test_modules_without_a_module_command_stop_the_job(tmp_path: Path) -> None:
+    assert start(tmp_path, SCRIPTS[0], 0, False, FCTUNE_MODULES="cuda").wait(30) == 2
+    assert "FCTUNE_MODULES=cuda: this node has no module command" in (tmp_path / "train_41.err").read_text()
+    assert not calls(tmp_path, "srun")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -310,6 +310,9 @@ def test_nothing_starts_on_an_unfit_node_or_with_an_invalid_config(tmp_path: Pat
     nothing = run(script, environment | {"CONFIG": ""})
     assert nothing.returncode
     assert "usage: CONFIG=" in nothing.stderr
+    size = run(script, environment | {"CONFIG": "", "MODEL_SIZE": "13B"})
+    assert size.returncode == 2
+    assert "MODEL_SIZE=13B: fctune comes with no config for models of this size" in size.stderr
     assert not list(tmp_path.glob("record*"))
 
 

@@ -197,7 +197,7 @@ class _Dialogue:
         if plan.kind == "dependent_calls":
             return [self._reword(self._draft_dependent(drafter))]
         if plan.kind == "small_talk":
-            return [drafter.draft_small_talk(plan).to_turn()]
+            return [self._reword(drafter.draft_small_talk(plan))]
         calls = drafter.complete(plan)
         if calls is None:
             raise Dropped("no_values", "the schema and the teacher give none for a required argument")

@@ -78,15 +78,29 @@ _FOLLOW_UPS = (
     "{first} After that, {do}{rest}; take the {value} from the result.",
     "{first} Once you have its {value}, {do} for it{rest}.",
 )
-_SMALL_TALK = (
-    "hi", "hello there", "Good morning!", "hey, anyone there?", "Good evening, how are you?", "Thanks for your help!",
-    "thank you so much", "bye", "See you tomorrow.", "ok", "Great.", "never mind", "Sorry, wrong chat.", "haha",
-    "Who are you?", "What can you do for me?", "Are you a person or a machine?", "Do you work at weekends?",
-    "I've had a long day.", "Just testing.", "You were very helpful yesterday.", "That was quick.", "I'm new here.",
-    "Can I ask you something?", "One moment, I'm on the phone.", "I'll come back to you later.", "Is this thing on?",
-    "How do you like your job?", "My colleague told me to write to you.", "Hm, let me think.", "No, that's everything.",
-    "Which languages do you speak?", "Do you remember what I asked last week?", "I'm in no hurry.", "Nice to meet you.",
+_GREETINGS = (
+    "hi,", "hello there,", "Good morning!", "hey,", "Good evening!", "Hello again,", "Good afternoon,", "Hi everyone,",
 )  # fmt: skip
+_REMARKS = (
+    "who are you?", "what can you do for me?", "are you a person or a machine?", "do you work at weekends?",
+    "I've had a long day.", "I'm just testing.", "you were very helpful yesterday.", "that was quick last time.",
+    "I'm new here.", "can I ask you something later?", "I'm on the phone, one moment.", "I'll come back to you later.",
+    "is this thing on?", "how do you like your job?", "my colleague told me to write to you.", "let me think first.",
+    "which languages do you speak?", "do you remember what I asked last week?", "nice to meet you.",
+    "wrong chat, sorry.", "how are you doing?", "do you ever sleep?", "what a grey day it is.",
+    "it's my first week at work.", "I only wanted to see if anybody answers.", "you answer faster than my boss.",
+)  # fmt: skip
+_ENDINGS = (
+    "I'm in no hurry.", "Thanks for your help!", "Have a nice day.", "See you tomorrow.", "haha", "Never mind, really.",
+    "Just curious.", "My coffee is ready.",
+)  # fmt: skip
+_SHORT_TALK = (
+    "hi", "hello there", "Good morning!", "hey, anyone there?", "Thanks for your help!", "thank you so much", "bye",
+    "See you tomorrow.", "ok", "Great.", "never mind", "haha", "Hm, let me think.", "No, that's everything.",
+)  # fmt: skip
+_SHARE_OF_SHORT_TALK = 0.1
+MAX_SMALL_TALK = 1_000
+"""Most rows of small talk in a run: there are a few more different drafts, and a teacher may reword none of them."""
 _SHARE_OF_BARE_VALUES = 0.4
 _SHARE_OF_SPOKEN_DATES = 0.5
 _SHARE_OF_THANKS = 0.3
@@ -164,8 +178,14 @@ class Drafter:
         return tuple(made) if len(made) == len(plan.calls) else None
 
     def draft_small_talk(self, plan: RowPlan) -> Draft:
-        """Return a message that needs no call."""
-        return Draft(_make_rng(plan, "talk").choice(_SMALL_TALK), (), ())
+        """Return a message that needs no call: a few words, or a remark with a greeting, an ending, or both."""
+        rng = _make_rng(plan, "talk")
+        if rng.random() < _SHARE_OF_SHORT_TALK:
+            return Draft(rng.choice(_SHORT_TALK), (), ())
+        greeting, remark, ending = rng.choice(("", *_GREETINGS)), rng.choice(_REMARKS), rng.choice(("", *_ENDINGS))
+        is_start = not greeting or greeting.endswith("!")
+        parts = (greeting, upper_first(remark) if is_start else remark, ending)
+        return Draft(" ".join(filter(None, parts)), (), ())
 
     def draft(self, plan: RowPlan, calls: Sequence[Call]) -> list[Draft]:
         """Return the messages of a row whose calls do not depend on results.

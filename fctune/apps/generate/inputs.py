@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 from fctune.base.errors import ConfigError, DataError
 from fctune.data.check.overlap import iter_items
+from fctune.data.secrets import SecretCounts, SecretScanner, shows
 from fctune.data.sources.reader import parse_source
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.tasks.evaluation.held_out import read_questions
@@ -16,16 +18,27 @@ from fctune.tasks.suite_files import find_benchmark, load_suite
 _MAX_EXAMPLES = 500
 
 
-def read_examples(path: str | None) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Requests to imitate, and counts of the secrets in those that were left out because they have some."""
+
+    requests: list[str] = field(default_factory=list)
+    secrets: SecretCounts = field(default_factory=SecretCounts)
+
+
+def read_examples(path: str | None) -> Examples:
     """Return the first requests of a source's rows, to imitate; none without a source.
 
+    Requests with a secret, or with a piece of one that another part of the row shows to be one, are left out: the
+    teacher may be on a server of others.
+
     Raises:
-        ConfigError: The rows belong to a benchmark, or none has a request.
+        ConfigError: The rows belong to a benchmark, or none has a request without a secret.
         DataError: The source cannot be read.
     """
+    found, scanner = Examples(), SecretScanner()
     if path is None:
-        return []
-    found: list[str] = []
+        return found
     for row in islice(parse_source(path), _MAX_EXAMPLES):
         if not isinstance(row, ParsedRow):
             continue
@@ -34,8 +47,21 @@ def read_examples(path: str | None) -> list[str]:
                 f"--seed-rows {path}: belongs to a benchmark ({benchmark}), whose questions rows must not imitate. "
                 "Use your own rows."
             )
-        found += read_questions(row.conversation.messages)[:1]
-    if not found:
+        for request in read_questions(row.conversation.messages)[:1]:
+            known = scanner.find(row.conversation) | scanner.find_in_text(request)
+            if kinds := [kind for secret, kind in known.items() if shows(request, {secret: kind})]:
+                found.secrets.rows += 1
+                for kind in kinds:
+                    found.secrets.kinds[kind] = found.secrets.kinds.get(kind, 0) + 1
+            else:
+                found.requests.append(request)
+    if not found.requests and found.secrets.rows:
+        counts = found.secrets.describe(is_redacted=False)
+        raise ConfigError(
+            f"--seed-rows {path}: every request has a secret ({counts}). `fctune data convert {path} OUT --redact` "
+            "replaces them."
+        )
+    if not found.requests:
         raise ConfigError(
             f"--seed-rows {path}: no row with a message of the user. `fctune data check {path}` lists why."
         )

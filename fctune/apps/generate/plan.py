@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fctune.apps.generate.kinds import KINDS
+from fctune.apps.generate.references import find_unresolvable, inline_references
 from fctune.apps.generate.values import draw_arguments
 from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call, Tool
@@ -95,6 +96,7 @@ class Planner:
         examples: Requests to imitate.
         hides_tools: Every request that no tool on offer fulfils is one to a tool that was taken off offer, so that it
             can be drafted.
+        max_small_talk: Most rows of small talk in a run; None: any number.
 
     Raises:
         ConfigError: A tool cannot be called at all, or the tools do not allow a kind that was named.
@@ -108,15 +110,20 @@ class Planner:
         max_tools: int = 8,
         examples: Sequence[str] = (),
         hides_tools: bool = False,
+        max_small_talk: int | None = None,
     ):
         check_tools(tools)
+        tools = [inline_references(tool) for tool in tools]
+        self._max_small_talk = max_small_talk
         self._hidden_share = 1.0 if hides_tools else _HIDDEN_SHARE
         self.tools, self.seed, self.max_tools, self.examples = tuple(tools), seed, max_tools, tuple(examples)
         self._requiring = [tool for tool in tools if _list_required(tool)]
-        impossible = {"several_calls": len(tools) < 2, "missing_value": not self._requiring}
+        impossible = {"several_calls": min(len(tools), max_tools) < 2, "missing_value": not self._requiring}
         if shares is not None:
             for kind in shares:
                 if impossible.get(kind):
+                    if kind == "several_calls" and len(tools) > 1:
+                        raise ConfigError("--kinds several_calls: needs two tools in a row. Raise --max-tools.")
                     needs = "two tools or more" if kind == "several_calls" else "a tool with a required parameter"
                     raise ConfigError(f"--kinds {kind}: needs {needs}. Leave it out, or add tools.")
         chosen = shares or {kind: share for kind, share in KINDS.items() if not impossible.get(kind)}
@@ -124,8 +131,31 @@ class Planner:
         self.shares = {kind: share / total for kind, share in chosen.items()}
 
     def split(self, num_rows: int) -> dict[str, int]:
-        """Return the number of rows of each kind, which add up to ``num_rows``."""
-        return _apportion(num_rows, self.shares)
+        """Return the number of rows of each kind, which add up to ``num_rows``.
+
+        Raises:
+            ConfigError: Small talk is limited, and there is no other kind.
+        """
+        counts, most = _apportion(num_rows, self.shares), self._max_small_talk
+        if most is None or counts.get("small_talk", 0) <= most:
+            return counts
+        others = {kind: share for kind, share in self.shares.items() if kind != "small_talk"}
+        if not others:
+            raise ConfigError(
+                f"--kinds small_talk: --requests drafted has at most {most:,} different rows of it. Lower --num, or "
+                "add kinds."
+            )
+        counts |= {"small_talk": most, **_apportion(num_rows - most, others)}
+        return counts
+
+    def describe_limit(self, num_rows: int) -> str | None:
+        """Return a sentence if a kind gets fewer rows than its share, because it has no more."""
+        wanted, given = _apportion(num_rows, self.shares).get("small_talk", 0), self.split(num_rows).get("small_talk")
+        if wanted == (given or 0):
+            return None
+        return (
+            f"small_talk: {given:,} rows in place of {wanted:,}, as there are no more drafts; other kinds get the rest."
+        )
 
     def choose_kinds(self, wanted: Mapping[str, int], size: int, wave: int) -> list[str]:
         """Return the kinds of the next ``size`` rows, in the proportion of the rows that are still wanted."""
@@ -146,9 +176,10 @@ class Planner:
         num_targets = {"several_calls": 2 + (len(others) > 1 and rng.random() < 0.4)}.get(kind, 1)
         if kind in ("dependent_calls", "multi_turn") and others:
             num_targets = rng.choice((1, 2))
-        targets = [first, *others[: num_targets - 1]]
+        most = min(self.max_tools, len(self.tools))
+        targets = [first, *others[: min(num_targets, most) - 1]]
         hidden = first if kind == "no_tool" and others and rng.random() < self._hidden_share else None
-        num_offered = rng.randint(min(_MIN_OFFERED, len(self.tools)), min(self.max_tools, len(self.tools)))
+        num_offered = rng.randint(min(_MIN_OFFERED, most), most)
         offered = [*targets, *[tool for tool in others if tool not in targets]][: max(num_offered, len(targets))]
         if hidden is not None:
             offered = [tool for tool in offered if tool is not hidden] or others[:1]
@@ -179,7 +210,8 @@ def check_tools(tools: Sequence[Tool]) -> None:
     """Check that each tool can be called.
 
     Raises:
-        ConfigError: There are no tools, or the schema of one is invalid or allows no arguments at all.
+        ConfigError: There are no tools, or the schema of one is invalid, refers to something that is not in it, or
+            allows no arguments at all.
     """
     if not tools:
         raise ConfigError("--tools: no tools. Name a file of tools, an OpenAPI 3 document or an MCP server.")
@@ -188,6 +220,8 @@ def check_tools(tools: Sequence[Tool]) -> None:
     for tool in tools:
         if (problem := checked.find_schema_problem(tool.name)) is not None:
             problems.append(f"{problem}. Correct it.")
+        elif (reference := find_unresolvable(tool.parameters)) is not None:
+            problems.append(f"{tool.name}: its schema refers to {reference}, which is not in it. Correct it.")
         elif tool.function.get("parameters") is False or _allows_nothing(tool.parameters):
             problems.append(f"{tool.name}: its schema allows no arguments at all, so no call is valid. Correct it.")
     if problems:

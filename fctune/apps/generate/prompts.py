@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fctune.apps.generate.plan import RowPlan
+from fctune.apps.generate.references import loosen_references
 from fctune.apps.generate.values import is_valid
 from fctune.base.json_reader import ParseError, decode_json
 from fctune.calls.tool_calls import read_tool_calls
@@ -231,7 +232,7 @@ def read_json_answer(text: str) -> tuple[list[Any], str]:
 
 def _call_schema(tool: Tool, drawn: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the schema of a call; drawn values are required as they are."""
-    arguments: dict[str, Any] = {"type": "object", **tool.parameters}
+    arguments: dict[str, Any] = {"type": "object", **loosen_references(tool.parameters)}
     if drawn:
         properties = {**arguments["properties"], **{name: {"enum": [value]} for name, value in drawn.items()}}
         required = list(dict.fromkeys([*(arguments.get("required") or ()), *drawn]))
@@ -319,7 +320,7 @@ def ask_for_values(tool: Tool, parameter: str, attempt: int) -> tuple[tuple[Mess
         "{name}: {described}. Give {number} examples of it.",
     )
     text = wordings[attempt % len(wordings)].format(described=described, number=NUM_LISTED, name=say_name(parameter))
-    values = {"type": "array", "items": schema, "minItems": NUM_LISTED // 2, "maxItems": NUM_LISTED}
+    values = {"type": "array", "items": loosen_references(schema), "minItems": NUM_LISTED // 2, "maxItems": NUM_LISTED}
     system = _LISTER.replace("{number}", str(NUM_LISTED))
     return (Message("system", system), Message("user", text)), _object_of(values=values)
 
@@ -349,7 +350,9 @@ def ask_for_rewording(plan: RowPlan, text: str, stated: Sequence[str]) -> tuple[
     """Return the prompt that asks for a message in other words, and the schema of the answer."""
     # The message is last, because small models take what follows it for a part of it.
     kept = f" It has to contain {', '.join(map(json.dumps, dict.fromkeys(stated)))}." if stated else ""
-    wish = f"The user is {plan.persona}. The new message is {plan.style}.{kept}\n\nMessage to reword:\n{text}"
+    # Small talk has no wish, and the styles are of wishes.
+    style = "" if plan.kind == "small_talk" else f" The new message is {plan.style}."
+    wish = f"The user is {plan.persona}.{style}{kept}\n\nMessage to reword:\n{text}"
     schema = _object_of(message={"type": "string", "minLength": 1})
     return (Message("system", _REWORDER), Message("user", wish)), schema
 

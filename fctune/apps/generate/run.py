@@ -1,15 +1,16 @@
 """A run: rows are asked for in waves until each kind has its number, and each outcome is logged as it is known.
 
-A wave's kinds depend on the outcomes of the waves before it, and outcomes count in the order of their plans. So the
-rows do not depend on the number of concurrent requests, and a killed run resumes with its log alone.
+A wave's kinds depend on the outcomes of the waves before it, and outcomes count in the order of their plans, whatever
+their order in the log. So the rows do not depend on the number of concurrent requests, and a killed run resumes with
+its log alone, which may have gaps.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from fctune.apps.generate.teacher import SERVER_FAILURES, Budget, Usage
 from fctune.base.errors import ConfigError, Interrupted
 from fctune.base.files import write_atomically
 from fctune.data.check.similarity import SeenTexts, WordHasher
-from fctune.tasks.evaluation.results import ResultsFile
+from fctune.tasks.evaluation.results import ResultsFile, read_settings
 
 Ending = Literal["complete", "budget", "unusable", "unreachable", "exhausted"]
 
@@ -120,7 +121,13 @@ def generate_rows(
             f"--out {out}: exists, and no run of this command has written it. Pass --fresh to replace it."
         )
     values_path = log_path(out).with_name("values.json")
-    logged = results.start({"num": num_rows, **(settings or {})}, is_fresh)
+    recorded = {"num": num_rows, **(settings or {})}
+    # Other held-out files are no other rows: those that are there are checked against the present ones.
+    earlier = None if is_fresh else read_settings(results.path)
+    held_out = {"held_out": earlier["held_out"]} if earlier is not None and "held_out" in earlier else {}
+    logged = results.start({**recorded, **held_out}, is_fresh)
+    if held_out:
+        write_atomically(results.settings_path, json.dumps(recorded, indent=2, ensure_ascii=False) + "\n")
     run = _Run(planner, writer, budget, results, planner.split(num_rows), on_outcome)
     try:
         if is_fresh:
@@ -136,7 +143,7 @@ def generate_rows(
         results.close()
         _write_rows(out, run.report.kept)
         results.write_summary(run.report.to_json())
-        results.release()
+        results.finish(sorted(run.ids, key=int))
     return run.report
 
 
@@ -160,6 +167,8 @@ class _Run:
         self._seen = SeenTexts(WordHasher())
         self._new: list[str] = []  # verdicts of this run
         self.report = Report(wanted)
+        self.ids: set[str] = set()  # of the lines in the log
+        self._counted: set[str] = set()
 
     def list_values(self, path: Path, concurrency: int) -> None:
         """Let the teacher list values that the schemas do not give, unless a file of an earlier run has them."""
@@ -185,27 +194,49 @@ class _Run:
 
     def run(self, concurrency: int, logged: Mapping[str, Mapping[str, Any]]) -> None:
         """Ask for rows until the run ends; sets how it ended in the report."""
+        self.ids |= logged.keys()
         for row in logged.values():
             self._budget.used.add(Usage(**row["usage"]))
         pool = ThreadPoolExecutor(concurrency, thread_name_prefix="generate")
         index = wave = 0
         try:
             while missing := self._find_missing():
-                kinds = self._planner.choose_kinds(missing, min(WAVE, sum(missing.values())), wave)
-                plans = [self._planner.plan(index + i, kind) for i, kind in enumerate(kinds)]
+                size = min(WAVE, sum(missing.values()))
+                kinds = self._choose_kinds(missing, range(index, index + size), wave, logged)
+                plans = [self._planner.plan(i, kind) for i, kind in kinds.items()]
                 if (ending := self._run_wave(pool, plans, logged)) is not None:
                     self.report.ending = ending
                     return
-                index, wave = index + len(plans), wave + 1
+                index, wave = index + size, wave + 1
             verdicts = self.report.verdicts
             if any(verdicts.get(kind, Counter())["kept"] < wanted for kind, wanted in self.report.wanted.items()):
                 self.report.ending = "exhausted"
         finally:
+            for line in logged.values():
+                if line["id"] not in self._counted:  # it is not needed, as more rows before it are kept by now
+                    self.report.usage.add(Usage(**line["usage"]))
             self._budget.is_stopped = True
             for asker in (self._writer.teacher, self._writer.judge):
                 if asker is not None:
                     asker.engine.stop()
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _choose_kinds(
+        self, missing: Mapping[str, int], indices: Sequence[int], wave: int, logged: Mapping[str, Mapping[str, Any]]
+    ) -> dict[int, str]:
+        """Return the kinds of the next rows by their numbers; rows in the log have the kinds that they had.
+
+        Those differ from the planned ones if rows of earlier waves were kept, and are held out by now.
+        """
+        planned = dict(zip(indices, self._planner.choose_kinds(missing, len(indices), wave), strict=True))
+        known = {i: str(logged[str(i)]["category"]) for i in indices if str(i) in logged}
+        if planned == {**planned, **known}:
+            return planned
+        counts = Counter(known.values())
+        lacking = {kind: max(number - counts[kind], 0) for kind, number in missing.items()}
+        free = [i for i in indices if i not in known][: sum(lacking.values())]
+        others = self._planner.choose_kinds(lacking, len(free), wave) if free else []
+        return dict(sorted({**known, **dict(zip(free, others, strict=True))}.items()))
 
     def _find_missing(self) -> dict[str, int]:
         """Return the rows that each kind still lacks, without kinds that have used up their plans."""
@@ -221,28 +252,59 @@ class _Run:
         self, pool: ThreadPoolExecutor, plans: Sequence[RowPlan], logged: Mapping[str, Mapping[str, Any]]
     ) -> Ending | None:
         """Take the outcomes of plans from the log or the teacher; returns how the run ends, None if it goes on."""
-        futures: dict[int, Future[Outcome]] = {
-            plan.index: pool.submit(write_row, plan, self._writer) for plan in plans if str(plan.index) not in logged
+        known: dict[int, dict[str, Any] | None] = {
+            plan.index: dict(logged[str(plan.index)]) for plan in plans if str(plan.index) in logged
         }
-        for plan in plans:
-            if (row := logged.get(str(plan.index))) is not None:
-                self._count(dict(row))
-                continue
-            outcome = futures[plan.index].result()
-            if outcome.verdict == "budget" and not outcome.usage.requests:
-                continue  # the teacher was not asked
-            if outcome.verdict == "kept" and (earlier := self._seen.add(" ".join(outcome.requests))) is not None:
-                outcome.verdict, outcome.reason = "near_duplicate", f"of the request of kept row {earlier + 1}"
-            line = _to_log(outcome)
-            self._results.append(line)
-            self._count(line, is_new=True)
-            self._on_outcome(self.report)
-            if (ending := self._judge_teacher()) is not None:
-                return ending
+        waiting = deque(plan.index for plan in plans)
+        futures = {pool.submit(write_row, plan, self._writer): plan.index for plan in plans if plan.index not in known}
+        try:
+            self._count_next(waiting, known, logged)
+            for future in as_completed(futures):
+                known[futures[future]] = self._log(future.result())
+                if (ending := self._count_next(waiting, known, logged)) is not None:
+                    return ending
+        finally:
+            # Rows that were finished behind an unfinished one count as well when the run ends.
+            for future, index in futures.items():
+                if index not in known and future.done() and not future.cancelled() and future.exception() is None:
+                    known[index] = self._log(future.result())
+            for index in waiting:
+                if (line := known.get(index)) is not None:
+                    self._count(line, is_new=line["id"] not in logged)
         return "budget" if futures and self._budget.spent is not None and self._find_missing() else None
 
-    def _count(self, line: dict[str, Any], is_new: bool = False) -> None:
+    def _log(self, outcome: Outcome) -> dict[str, Any] | None:
+        """Append an outcome to the log, and return its line; None if the teacher was not asked."""
+        if outcome.verdict == "budget" and not outcome.usage.requests:
+            return None
+        line = _to_log(outcome)
+        self._results.append(line)
+        self.ids.add(line["id"])
+        return line
+
+    def _count_next(
+        self,
+        waiting: deque[int],
+        known: Mapping[int, dict[str, Any] | None],
+        logged: Mapping[str, Mapping[str, Any]],
+    ) -> Ending | None:
+        """Count outcomes as far as they are known without a gap; returns how the run ends, None if it goes on."""
+        while waiting and waiting[0] in known:
+            line = known[waiting.popleft()]
+            if line is None:
+                continue
+            is_new = line["id"] not in logged
+            self._count(line, is_new)
+            if is_new:
+                self._on_outcome(self.report)
+                if (ending := self._judge_teacher()) is not None:
+                    return ending
+        return None
+
+    def _count(self, line: dict[str, Any], is_new: bool) -> None:
         report = self.report
+        line = self._settle(line, is_new)
+        self._counted.add(line["id"])
         report.verdicts.setdefault(line["category"], Counter())[line["verdict"]] += 1
         report.usage.add(Usage(**line["usage"]))
         if line["verdict"] == "kept":
@@ -251,8 +313,24 @@ class _Run:
             report.fallen.append(line)
         if is_new:
             self._new.append(line["verdict"])
-        elif line["verdict"] == "kept":
-            self._seen.add(" ".join(line["requests"]))
+
+    def _settle(self, line: dict[str, Any], is_new: bool) -> dict[str, Any]:
+        """Return the line of a row with the verdict that it has now; the log gets it if it is another than before.
+
+        The verdict follows from the rows before it, which may be more once gaps are filled, and from the present
+        held-out files. So the log has the row whatever the verdict.
+        """
+        if line["row"] is None:
+            return line
+        verdict, reason = "kept", ""
+        if not is_new and self._writer.held_out.has(line["requests"]):
+            verdict, reason = "held_out", "it is in a file of --held-out"
+        elif (earlier := self._seen.add(" ".join(line["requests"]))) is not None:
+            verdict, reason = "near_duplicate", f"of the request of kept row {earlier + 1}"
+        if (verdict, reason) != (line["verdict"], line["reason"]):
+            line = {**line, "verdict": verdict, "reason": reason}
+            self._results.append(line)
+        return line
 
     def _judge_teacher(self) -> Ending | None:
         """Return the ending for a teacher that has given nothing in this run, or does not answer any more."""

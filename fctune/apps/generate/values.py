@@ -12,9 +12,12 @@ import re
 from typing import Any
 
 import jsonschema
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from fctune.data.conversation import Tool
 
+_NO_DOCUMENTS: Registry[Any] = Registry()  # the default registry would fetch what a $ref names over the network
 _OPTIONAL_SHARE = 0.25
 _FIRST_DAY = datetime.date(2026, 1, 1)
 _NUM_DAYS = 1_000
@@ -70,9 +73,12 @@ def _draw(schema: dict[str, Any], rng: random.Random) -> Any:
 
 
 def is_valid(value: Any, schema: dict[str, Any]) -> bool:
-    """Return True if a value matches a schema, which may itself be invalid: then it does not."""
+    """Return True if a value matches a schema, which may itself be invalid: then it does not.
+
+    Nor does a value that leads to a reference, which is to a definition outside this part of the tool's schema.
+    """
     try:
-        jsonschema.validate(value, schema)
-    except (jsonschema.ValidationError, jsonschema.SchemaError):
+        jsonschema.validate(value, schema, registry=_NO_DOCUMENTS)
+    except (jsonschema.ValidationError, jsonschema.SchemaError, Unresolvable, RecursionError):
         return False
     return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from fctune.apps.plan.estimate import Estimate, estimate_run
 from fctune.apps.plan.request import PlanRequest
 from fctune.base.errors import ConfigError, ConfigProblems
@@ -314,6 +316,11 @@ def _check_precision(config: RunConfig, request: PlanRequest) -> None:
     """Check that a GPU supports the precision of a run; a GPU described by options is assumed to."""
     precision = choose_precision(config.precision, config.adapter is not None, "cuda")
     is_base = config.adapter is not None and config.adapter.base == "float8"
+    if precision.compute_dtype is torch.bfloat16 and not request.gpu.has_bf16:
+        raise ConfigError(
+            f"--gpu {request.gpu.name}: has no bfloat16, so the run would not start. Plan it with precision=fp32, "
+            "which is slower and needs twice the memory, or for another GPU."
+        )
     known = GPUS.get(request.gpu.name)
     if known is not None and known.fp8_tflops is None and (precision.has_float8_matmuls or is_base):
         key = "adapter.base=float8" if is_base else f"precision={config.precision}"

@@ -16,7 +16,7 @@ from fctune.base.errors import ConfigError
 from fctune.base.processes import Child, Finished, run_command
 from fctune.config.loading import read_environment
 from fctune.runs.directory import STOP_FILES, RunFiles
-from fctune.training.env_overrides import ENV_OVERRIDES
+from fctune.training.env_overrides import ENV_OVERRIDES, MODEL_SIZE
 
 
 class Launcher(Protocol):
@@ -155,7 +155,8 @@ def list_gpus() -> list[str]:
 
 
 COMMAND_LIMIT_S, SUBMIT_LIMIT_S = 60, 600
-_CLEARED = {"CONFIG", "OVERRIDES", *ENV_OVERRIDES} - {"WANDB_PROJECT"}  # would change every run of an array
+# Would change every run of an array.
+_CLEARED = {"CONFIG", MODEL_SIZE, "OVERRIDES", *ENV_OVERRIDES} - {"WANDB_PROJECT"}
 
 
 class RemoteLauncher:

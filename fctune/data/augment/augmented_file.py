@@ -189,6 +189,7 @@ def augment_source(
     on_progress: Callable[[AugmentReport], None] | None = None,
     selection: Selection = DEFAULT_SELECTION,
     redact: RedactConfig | None = None,
+    tools: tuple[Tool, ...] = (),
 ) -> AugmentReport:
     """Write the rows of a source with changed and added ones as JSON lines in OpenAI's format; replaces ``out``.
 
@@ -207,17 +208,18 @@ def augment_source(
         on_progress: Called every 500 rows with the counts so far.
         selection: Which rows are read, and which of their turns are context.
         redact: Replace secrets by placeholders; None counts them.
+        tools: Tools of the rows that have none.
 
     Raises:
         DataError: The source cannot be read, no row can be used, or a kind was applied to none.
     """
     screen = SecretScreen(redact)
     pool_screen = screen if redact is not None else None
-    augmenter = open_augmenter(path, config, row_format, columns, validation_share, fold, selection, pool_screen)
+    augmenter = open_augmenter(path, config, row_format, columns, validation_share, fold, selection, pool_screen, tools)
     report = AugmentReport(shares=augmenter.shares, is_redacted=redact is not None)
     report.secrets.searched = list(screen.scanner.kinds)
     with open_atomically(out) as file:
-        for row in islice(_iter_rows(path, row_format, columns, fold, selection, screen, report), max_samples):
+        for row in islice(_iter_rows(path, row_format, columns, fold, selection, screen, report, tools), max_samples):
             report.rows += 1
             if isinstance(row, Defect):
                 report.num_skipped += 1
@@ -267,7 +269,6 @@ def _write_row(form: Form, parsed: ParsedRow, seed: int) -> str:
     metadata: dict[str, Any] = parsed.provenance | ({} if mark is None else {"augmented": mark})
     if form.is_added and parsed.redacted is not None:  # its calls are others
         metadata["redacted"] = {**parsed.redacted, "calls": []}
-    metadata |= {} if parsed.benchmark is None else {"benchmark": parsed.benchmark}
     return json.dumps(row | ({"metadata": metadata} if metadata else {}), ensure_ascii=False) + "\n"
 
 

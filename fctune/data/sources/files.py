@@ -182,7 +182,8 @@ def open_rows(path: str, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[RawRow]:
     with open(path, "rb") as file:
         magic = file.read(4)
     is_gzip = magic.startswith(b"\x1f\x8b")
-    if not is_gzip and magic != b"\x28\xb5\x2f\xfd":
+    is_zstd = magic == b"\x28\xb5\x2f\xfd" or (magic[1:] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5)  # or skippable
+    if not is_gzip and not is_zstd:
         with open(path, "rb") as file:
             yield from _iter_rows(io.BufferedReader(file, _BUFFER_BYTES), path, chunk_bytes)
         return
@@ -257,6 +258,7 @@ def _iter_rows(stream: io.BufferedReader, path: str, chunk_bytes: int) -> Iterat
             "gzipped), Parquet or CSV."
         )
     first_line = head.lstrip().split(b"\n", 1)[0].strip()
-    if head.lstrip()[:1] == b"[" or first_line == b"{":
+    is_begun = first_line[:1] == b"{" and first_line[-1:] in (b"{", b"[", b",", b":")  # an object over several lines
+    if head.lstrip()[:1] == b"[" or is_begun:
         return iter_objects(stream, path, chunk_bytes)
     return iter_lines(stream)

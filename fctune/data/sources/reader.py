@@ -303,7 +303,7 @@ def describe_defects(defects: list[Defect], num_rows: int, alternative: str = ""
 
 
 def list_files(path: str) -> list[str]:
-    """Return the file itself, or the data files of a directory, sorted by name; of its subdirectories if it has none.
+    """Return the file itself, or the data files of a directory and of all below it, sorted by name.
 
     A directory that ``save_to_disk`` of ``datasets`` wrote has the files of its only split, or of ``train`` if it has
     several.
@@ -321,20 +321,29 @@ def list_files(path: str) -> list[str]:
         if files:  # else a file of another program
             return [os.path.join(path, file) for file in files]
     if os.path.isdir(path):
-        listed = filter(_may_hold_rows, os.listdir(path))
-        names = [name for name in listed if not os.path.isdir(os.path.join(path, name))]
-        if not names:
-            found = (os.path.join(folder, name) for folder, _, listed in os.walk(path) for name in listed)
-            names = [os.path.relpath(file, path) for file in found if _may_hold_rows(file)]
+        names = sorted(name for name in _walk(path) if _may_hold_rows(name))
         if not names:
             raise DataError(f"{path}: no data files in this directory. Expected {', '.join(DATA_SUFFIXES)}.")
-        return [os.path.join(path, name) for name in sorted(names)]
+        return [os.path.join(path, name) for name in names]
     if not os.path.exists(path):
         raise DataError(
             f"{path}: no such file or directory{suggest_hub_name(path, '.')} Check the path; datasets of the hub are "
             "hf:NAME[:config][:split]."
         )
     return [path]
+
+
+def _walk(path: str) -> Iterator[str]:
+    """Yield the files of a directory and of all below it, relative to it; links are followed, each directory once."""
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(path, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))  # such as the cache of a download
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (os.path.relpath(os.path.join(folder, name), path) for name in sorted(names))
 
 
 def _may_hold_rows(file: str) -> bool:

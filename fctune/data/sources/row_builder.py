@@ -99,8 +99,19 @@ class ParsedRow:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """The metadata that stays with the row when it is written: ``augmented``, ``redacted`` and ``run``."""
-        entries = {"augmented": self.mark, "redacted": self.redacted, "run": self.run}
+        """The metadata that stays with the row when it is written.
+
+        How it was ``augmented``, ``redacted`` and ``generated``, its ``run``, and the ``benchmark`` that it is of.
+        """
+        metadata = self.raw.get("metadata")
+        generated = metadata.get("generated") if isinstance(metadata, dict) else None
+        entries = {
+            "augmented": self.mark,
+            "redacted": self.redacted,
+            "run": self.run,
+            "generated": generated if isinstance(generated, dict) else None,
+            "benchmark": self.benchmark,
+        }
         return {name: entry for name, entry in entries.items() if entry is not None}
 
     def digest(self) -> str:

@@ -13,6 +13,7 @@ from fctune.config.intervals import format_count
 from fctune.config.parsing import suggest_in_brackets
 from fctune.config.sections.data import Fold
 from fctune.data.conversation import Tool
+from fctune.data.secrets import SecretScanner
 from fctune.data.sources.columns import Columns
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.reader import RowReader, decode_row, scan_source
@@ -87,6 +88,11 @@ class _Found:
         for value in {str(item) for item in (found if isinstance(found, list) else [found])}:
             self._values[value] += 1
 
+    def _hide(self, values: list[str]) -> list[str]:
+        """Return values without those that are secrets, which no message shows."""
+        scanner, name = SecretScanner(), self.condition.name.rpartition(".")[2]
+        return [value for value in values if not scanner.is_named_secret(name, value)]
+
     def describe(self) -> str:
         """Say how many rows meet the condition, and if none does, which values or keys there are."""
         condition = self.condition
@@ -97,12 +103,14 @@ class _Found:
             near = suggest_in_brackets(condition.name, keys)
             return f"{condition.name}: no such column or key{near}; there are {_list(keys)}."
         values = [value for value, _ in self._values.most_common() if len(value) <= _MAX_LENGTH]
-        if condition.name in COUNTS or isinstance(condition.value, float):
+        if condition.name in COUNTS or condition.is_number:
             numbers = sorted(float(value) for value in values if value.replace(".", "", 1).lstrip("-").isdecimal())
             return f"{condition}: met by no row; values are {numbers[0]:g} to {numbers[-1]:g}." if numbers else ""
         what = "tools that are called" if condition.name == "tool" else "values"
-        near = suggest_in_brackets(str(condition.value), values)
-        return f"{condition}: met by no row{near}; {what}: {_list(values)}."
+        shown = self._hide(values)
+        near = suggest_in_brackets(str(condition.value), shown)
+        listed = _list(shown) if shown or not values else f"{len(values):,}, which are secrets and not shown"
+        return f"{condition}: met by no row{near}; {what}: {listed}."
 
 
 def _list(names: Sequence[str]) -> str:

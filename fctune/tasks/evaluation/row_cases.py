@@ -16,7 +16,7 @@ from fctune.base.errors import ConfigError, DataError
 from fctune.config.intervals import format_count
 from fctune.config.sections.data import Fold, RedactConfig
 from fctune.data.check.similarity import SimilarityIndex, WordHasher
-from fctune.data.conversation import Conversation, Message
+from fctune.data.conversation import Conversation, Message, Tool
 from fctune.data.conversion import to_openai_row
 from fctune.data.redaction import SecretScreen
 from fctune.data.secrets import SecretCounts
@@ -42,6 +42,7 @@ _SINGULAR = {
     "rows that cannot be read": "row that cannot be read",
     "rows without tools": "row without tools",
     "duplicate questions": "duplicate question",
+    "greetings with a request that is not answered": "greeting with a request that is not answered",
     "turns with weight 0": "turn with weight 0",
     "turns that call a tool that is not on offer": "turn that calls a tool that is not on offer",
 }
@@ -105,6 +106,7 @@ def make_row_cases(
     fold: Fold = "auto",
     selection: Selection = DEFAULT_SELECTION,
     redact: RedactConfig | None = None,
+    tools: tuple[Tool, ...] = (),
 ) -> RowCases:
     """Make cases of rows: of each conversation's last turn of the assistant, or of each of its turns.
 
@@ -120,6 +122,7 @@ def make_row_cases(
         fold: Leave out records that others continue: always, never, or in logs (auto).
         selection: Which rows are read, and which of their turns are context.
         redact: Replace secrets by placeholders; None counts them.
+        tools: Tools of the rows that have none.
 
     Raises:
         DataError: A source cannot be read, or no row yields a case.
@@ -127,8 +130,8 @@ def make_row_cases(
     made, seen, screen = RowCases(), set[str](), SecretScreen(redact)
     made.secrets.searched = list(screen.scanner.kinds)
     for path in paths:
-        reader = RowReader(row_format, columns, keeps_questions=True, selection=selection)
-        for row in islice(scan_source(path, row_format, columns, fold, selection), max_samples):
+        reader = RowReader(row_format, columns, tools, keeps_questions=True, selection=selection)
+        for row in islice(scan_source(path, row_format, columns, fold, selection, tools), max_samples):
             parsed = reader.read(row)
             made.left_out.update(row.left_out or {})
             if isinstance(parsed, LeftOut):
@@ -307,7 +310,9 @@ def _iter_cases(parsed: ParsedRow, turns: Turns, left_out: Counter[str]) -> Iter
     messages = conversation.messages
     answers = [index for index, message in enumerate(messages) if message.role == "assistant" and index > 0]
     offered = frozenset(tool.name for tool in conversation.tools)
-    if messages[-1].role == "user" and not answers:  # no call is right, and the row has no text of the answer
+    if not answers and messages[-1].role == "user" and messages[0].role == "assistant":
+        left_out["greetings with a request that is not answered"] += 1
+    elif not answers and messages[-1].role == "user":  # no call is right, and the row has no text of the answer
         row = {**to_openai_row(conversation), "expected_calls": []}
         row = {"id": conversation.digest(), "kind": "no_call", **row}
         yield RowCase(row, offered, frozenset(), read_questions(messages), parsed.digest())

@@ -37,12 +37,3 @@ variable "name" {
     error_message = "name must have 3 to 32 lower-case letters, digits and hyphens, and start with a letter."
   }
 }
-
-variable "infiniband_fabric" {
-  description = "Fabric that holds your capacity, as shown in the web console under Limits; it must fit the region and the GPUs."
-  type        = string
-  validation {
-    condition     = can(regex("^[a-z0-9][a-z0-9-]+$", var.infiniband_fabric))
-    error_message = "infiniband_fabric must name a fabric, such as \"fabric-3\"; your capacity block group or the support names yours."
-  }
-}

@@ -1,14 +1,19 @@
-# Managed Kubernetes with a group of 8-GPU nodes on one InfiniBand fabric, and a few CPU nodes for everything else.
+# Managed Kubernetes with a group of GPU nodes, on one InfiniBand fabric if they have 8 GPUs, and a few CPU nodes for
+# everything else.
 
 locals {
-  # Platforms with 8-GPU presets by region, as of November 2026.
+  # Platforms by region, as of November 2026.
   gpu_platforms = {
-    eu-north1   = ["gpu-h100-sxm", "gpu-h200-sxm"]
+    eu-north1   = ["gpu-h100-sxm", "gpu-h200-sxm", "gpu-l40s-a", "gpu-l40s-d"]
     eu-north2   = ["gpu-h200-sxm"]
     eu-west1    = ["gpu-h200-sxm"]
+    me-west1    = ["gpu-b200-sxm-a"]
+    uk-south1   = ["gpu-b300-sxm"]
     us-central1 = ["gpu-h200-sxm", "gpu-b200-sxm"]
   }
-  labels = { project = "fctune", cluster = var.name }
+  gpus_per_node  = try(tonumber(regex("^[0-9]+", var.gpu_preset)), 8)
+  has_infiniband = local.gpus_per_node == 8
+  labels         = { project = "fctune", cluster = var.name }
 
   # The file system of each node that the CSI driver makes volumes of.
   mount_tag  = "shared"
@@ -41,6 +46,7 @@ resource "nebius_mk8s_v1_cluster" "this" {
 
 # Nodes of one GPU cluster are on one fabric; NCCL finds InfiniBand between them only.
 resource "nebius_compute_v1_gpu_cluster" "this" {
+  count             = local.has_infiniband ? 1 : 0
   parent_id         = var.project_id
   name              = var.name
   labels            = local.labels
@@ -62,7 +68,7 @@ resource "nebius_mk8s_v1_node_group" "gpu" {
     metadata             = { labels = { "fctune/role" = "gpu" } }
     resources            = { platform = var.gpu_platform, preset = var.gpu_preset }
     boot_disk            = { type = "NETWORK_SSD", size_gibibytes = var.gpu_boot_disk_gib }
-    gpu_cluster          = { id = nebius_compute_v1_gpu_cluster.this.id }
+    gpu_cluster          = local.has_infiniband ? { id = nebius_compute_v1_gpu_cluster.this[0].id } : null
     gpu_settings         = { drivers_preset = var.gpu_drivers_preset }
     service_account_id   = nebius_iam_v1_service_account.nodes.id
     filesystems          = local.filesystems
@@ -107,6 +113,7 @@ resource "nebius_applications_v1alpha1_k8s_release" "device_plugin" {
 }
 
 resource "nebius_applications_v1alpha1_k8s_release" "network_operator" {
+  count            = local.has_infiniband ? 1 : 0
   parent_id        = var.project_id
   cluster_id       = nebius_mk8s_v1_cluster.this.id
   application_name = "network-operator"

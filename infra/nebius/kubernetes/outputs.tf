@@ -16,7 +16,7 @@ output "kubeconfig_command" {
 
 output "gpus" {
   description = "GPUs that are paid for; with gpu_nodes_min, at most."
-  value       = 8 * var.gpu_nodes
+  value       = local.gpus_per_node * var.gpu_nodes
 }
 
 output "filesystem_id" {

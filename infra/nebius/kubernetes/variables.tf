@@ -62,17 +62,27 @@ variable "gpu_platform" {
 }
 
 variable "gpu_preset" {
-  description = "Size of a GPU node. Only presets with all 8 GPUs of a host can join an InfiniBand cluster."
+  description = "Size of a GPU node. Only nodes with all 8 GPUs of a host are joined by InfiniBand."
   type        = string
   default     = "8gpu-128vcpu-1600gb"
   validation {
-    condition     = startswith(var.gpu_preset, "8gpu-")
-    error_message = "gpu_preset must start with \"8gpu-\": smaller presets have no InfiniBand."
+    condition     = can(regex(startswith(var.gpu_platform, "gpu-l40s-") ? "^[124]gpu-[0-9]+vcpu-[0-9]+gb$" : "^[18]gpu-[0-9]+vcpu-[0-9]+gb$", var.gpu_preset))
+    error_message = "gpu_preset must name a preset with 1 or 8 GPUs (of L40S: 1, 2 or 4), such as \"1gpu-16vcpu-200gb\" for one H100 or H200; nebius compute platform list shows those of ${var.gpu_platform}."
+  }
+}
+
+variable "infiniband_fabric" {
+  description = "Fabric that holds your capacity, as shown in the web console under Limits; it must fit the region and the GPUs. Null only for nodes with fewer than 8 GPUs, which have no InfiniBand."
+  type        = string
+  default     = null
+  validation {
+    condition     = var.infiniband_fabric == null ? !startswith(var.gpu_preset, "8gpu-") : can(regex("^[a-z0-9][a-z0-9-]+$", var.infiniband_fabric))
+    error_message = "infiniband_fabric must name a fabric, such as \"fabric-3\"; your capacity block group or the support names yours."
   }
 }
 
 variable "gpu_nodes" {
-  description = "Number of GPU nodes with 8 GPUs each. All are paid for while they exist, busy or not."
+  description = "Number of GPU nodes. All are paid for while they exist, busy or not."
   type        = number
   default     = 2
   validation {

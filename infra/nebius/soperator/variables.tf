@@ -16,6 +16,15 @@ variable "node_group_version" {
   type        = string
 }
 
+variable "infiniband_fabric" {
+  description = "Fabric that holds your capacity, as shown in the web console under Limits; it must fit the region and the GPUs."
+  type        = string
+  validation {
+    condition     = can(regex("^[a-z0-9][a-z0-9-]+$", var.infiniband_fabric))
+    error_message = "infiniband_fabric must name a fabric, such as \"fabric-3\"; your capacity block group or the support names yours."
+  }
+}
+
 variable "gpu_nodes" {
   description = "Worker nodes with 8 H100 each. All are paid for while they exist, busy or not."
   type        = number

@@ -17,9 +17,11 @@ from fctune.apps.generate.drafts import Draft, Drafter, list_unknown
 from fctune.apps.generate.kinds import KINDS
 from fctune.apps.generate.plan import Planner
 from fctune.apps.generate.prompts import UnusableText, read_json_answer, read_values
+from fctune.base.errors import ConfigError
+from fctune.data.check.similarity import SeenTexts, WordHasher
 from fctune.data.conversation import Call, Tool
 from tests.apps.generate.commands import generate, read_log, read_rows, read_summary
-from tests.apps.generate.scripted_teacher import TOOLS, Teacher, serve_teacher
+from tests.apps.generate.scripted_teacher import TOOLS, Teacher, name_prompt, serve_teacher
 from tests.conftest import ROOT
 from tests.engines.fault_server import Handler
 
@@ -223,6 +225,42 @@ def test_rows_of_drafts_need_no_answers_of_a_weak_teacher(tools: Path, tmp_path:
                 "assistant",
             ]
             assert said[0] != "As you wish."
+
+
+@pytest.mark.parametrize("num_rows", [80, 1000])
+def test_small_talk_of_the_default_number_of_rows_and_of_many_more_is_drafted_without_repetitions(
+    num_rows: int,
+) -> None:
+    assert Planner(HARBOUR, None, seed=0).split(2_000)["small_talk"] == 80
+    planner, drafter, seen = Planner(HARBOUR, None, seed=0), Drafter({}), SeenTexts(WordHasher())
+    texts = (drafter.draft_small_talk(planner.plan(index, "small_talk")).text for index in range(4 * num_rows + 8))
+    assert sum(seen.add(text) is None for text in texts) >= num_rows
+
+
+def test_small_talk_is_reworded_and_its_rows_are_different(tools: Path, tmp_path: Path) -> None:
+    teacher, out = always_says("answer", "As you wish."), tmp_path / "rows.jsonl"
+    with serve_teacher(teacher) as log:
+        options = ["--requests", "drafted", "--votes", "1", "--kinds", "small_talk"]
+        assert generate(log.url, tools, out, *options, num=80) == 0
+    summary, texts = read_summary(out), [row["messages"][0]["content"] for row in read_rows(out)]
+    assert summary["asked"] < 100
+    assert len(set(texts)) == 80
+    assert sum(text.startswith("Well, ") for text in texts) > 40
+    prompts = [body["messages"][1]["content"] for body in log.bodies if name_prompt(body) == "reword"]
+    assert not any("The new message is" in prompt for prompt in prompts)
+
+
+def test_small_talk_without_more_drafts_leaves_its_share_to_the_other_kinds() -> None:
+    shares = {"one_call": 0.5, "no_tool": 0.25, "small_talk": 0.25}
+    planner = Planner(HARBOUR, shares, seed=0, max_small_talk=10)
+    assert planner.split(40) == {"one_call": 20, "no_tool": 10, "small_talk": 10}
+    assert planner.describe_limit(40) is None
+    assert planner.split(100) == {"one_call": 60, "no_tool": 30, "small_talk": 10}
+    assert planner.describe_limit(100) == (
+        "small_talk: 10 rows in place of 25, as there are no more drafts; other kinds get the rest."
+    )
+    with pytest.raises(ConfigError, match="at most 10 different rows"):
+        Planner(HARBOUR, {"small_talk": 1}, seed=0, max_small_talk=10).split(11)
 
 
 def test_votes_guard_drafts_as_well(tools: Path, tmp_path: Path) -> None:

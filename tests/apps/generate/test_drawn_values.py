@@ -6,17 +6,20 @@ import json
 import random
 import re
 from collections import Counter
+from enum import Enum
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from pydantic import BaseModel, Field
 
 from fctune.apps.generate.kinds import KINDS
 from fctune.apps.generate.plan import Planner, RowPlan
-from fctune.apps.generate.prompts import UnusableText, read_request, request_schema
-from fctune.apps.generate.values import draw_arguments
-from fctune.data.conversation import Tool
+from fctune.apps.generate.prompts import UnusableText, ask_for_values, read_request, request_schema
+from fctune.apps.generate.values import draw_arguments, is_valid
+from fctune.data.conversation import Call, Tool
+from fctune.data.tool_schema import ToolSet
 from tests.conftest import ROOT
 
 HARBOUR = [
@@ -56,6 +59,74 @@ def test_drawn_values_are_valid_and_cover_the_schema() -> None:
     assert all(re.fullmatch(r"[A-Z]\d\d", berth) for berth in seen["berth"])
     assert 0 < seen["code"].total() < 300, "examples with other digits that break the pattern are left to the teacher"
     assert len(seen["day"]) > 200
+
+
+class Unit(Enum):
+    C = "celsius"
+    F = "fahrenheit"
+
+
+class Place(BaseModel):
+    """A place."""
+
+    city: str
+    unit: Unit = Unit.C
+
+
+class Node(BaseModel):
+    name: str
+    children: list[Node] = []
+
+
+class Query(BaseModel):
+    unit: Unit = Field(description="unit of the answer")
+    place: Place
+    others: list[Place] = []
+    parent: Place | None = None
+
+
+def make_tool(model: type[BaseModel]) -> Tool:
+    return Tool({"name": "f", "description": "Find it.", "parameters": model.model_json_schema()})
+
+
+def test_references_are_replaced_by_what_they_refer_to() -> None:
+    given = make_tool(Query)
+    [tool] = Planner([given], None, seed=0).tools
+    assert "$ref" in json.dumps(given.parameters)
+    assert not re.search(r"\$ref|\$defs", json.dumps(tool.parameters))
+    assert tool.parameters["properties"]["unit"]["description"] == "unit of the answer"
+    drawn = [draw_arguments(tool, random.Random(seed)) for seed in range(20)]
+    assert {arguments["unit"] for arguments in drawn} == {"celsius", "fahrenheit"}
+    place = {"city": "Bern", "unit": "celsius"}
+    values: list[Any] = [place, {"city": 3}, None, {"unit": "celsius"}, {"city": "Bern", "unit": "kelvin"}, [place], []]
+    for value in values:
+        for name in ("place", "others", "parent"):
+            arguments = {"unit": "celsius", "place": place, name: value}
+            is_right = ToolSet([given]).accepts(Call("f", arguments))
+            assert is_valid(value, tool.parameters["properties"][name]) is is_right
+            assert ToolSet([tool]).accepts(Call("f", arguments)) is is_right
+
+
+def test_a_schema_that_refers_to_itself_keeps_its_references_where_they_lead_somewhere() -> None:
+    given = make_tool(Node)
+    planner = Planner([given], {"one_call": 1}, seed=0)
+    [tool], plan = planner.tools, planner.plan(0, "one_call")
+    tree = {"name": "a", "children": [{"name": "b", "children": [{"name": "c"}]}]}
+    for arguments, is_right in ((tree, True), ({**tree, "children": [{"children": []}]}, False)):
+        assert ToolSet([tool]).accepts(Call("f", arguments)) is is_right
+    assert is_valid([], tool.parameters["properties"]["children"])
+    assert not is_valid(tree["children"], tool.parameters["properties"]["children"]), "it leads out of this part"
+    for schema in (request_schema(plan), ask_for_values(tool, "children", 0)[1]):
+        assert "$ref" not in json.dumps(schema)
+    answer = {"turns": [{"steps": [[{"name": "f", "arguments": tree}]], "request": "all of it"}]}
+    jsonschema.validate(answer, request_schema(plan))
+
+
+def test_definitions_that_grow_out_of_proportion_stay_where_they_are() -> None:
+    layers = {f"L{i}": {"anyOf": [{"$ref": f"#/$defs/L{i + 1}"}] * 2} for i in range(40)}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/L0"}}, "$defs": {**layers, "L40": {"const": 1}}}
+    [tool] = Planner([Tool({"name": "f", "parameters": schema})], None, seed=0).tools
+    assert tool.parameters == schema
 
 
 def write_answer(plan: RowPlan) -> dict[str, Any]:

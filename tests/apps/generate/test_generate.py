@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 
 from fctune.apps.generate.kinds import KINDS
+from fctune.apps.generate.plan import Planner
 from fctune.apps.generate.run import WAVE
 from fctune.data.check import check_sources
+from fctune.data.conversation import Tool
 from fctune.data.sources.reader import parse_source
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.tool_schema import ToolSet
-from tests.apps.generate.commands import generate, read_rows, read_summary
+from tests.apps.generate.commands import generate, read_log, read_rows, read_summary
 from tests.apps.generate.scripted_teacher import TOOLS, Teacher, make_answer, name_prompt, serve_teacher
 from tests.conftest import ROOT
 from tests.engines.fault_server import Handler
@@ -96,6 +99,38 @@ def test_servers_are_given_schemas_and_those_that_refuse_them_are_asked_without(
     assert (tmp_path / "given.jsonl").read_bytes() == (tmp_path / "refused.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize("requests", ["written", "drafted"])
+def test_tools_with_references_have_rows_and_schemas_without(requests: str, tmp_path: Path) -> None:
+    """The server of this test is as strict as those that compile schemas: it refuses references that lead nowhere."""
+
+    def compile_schema(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        is_refused = "$ref" in json.dumps(body.get("response_format", {}))
+        if is_refused:
+            handler.send(400, json.dumps({"error": {"message": "Cannot find field $defs"}}))
+        return is_refused
+
+    definitions: dict[str, Any] = {
+        "City": {"type": "string"},
+        "Hour": {"type": "integer"},
+        "Person": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    }
+    used = {"get_weather": ("city", "City"), "set_alarm": ("hour", "Hour")}
+    given = json.loads(json.dumps(TOOLS))
+    for tool in given[:2]:
+        key, name = used[tool["name"]]
+        tool["parameters"]["properties"][key] = {"$ref": f"#/$defs/{name}"}
+        tool["parameters"]["properties"]["who"] = {"anyOf": [{"$ref": "#/$defs/Person"}, {"type": "null"}]}
+        tool["parameters"]["$defs"] = definitions
+    tools, out, teacher = tmp_path / "tools.json", tmp_path / "rows.jsonl", Teacher(compile_schema)
+    tools.write_text(json.dumps(given))
+    with serve_teacher(teacher) as log:
+        votes = ["--votes", "0"] if requests == "drafted" else []
+        assert generate(log.url, tools, out, "--requests", requests, *votes) == 0
+        assert not any("response_format" not in body for body in log.bodies if name_prompt(body) in ("write", "list"))
+    assert len(read_rows(out)) == 24
+    assert "$ref" not in out.read_text()
+
+
 def test_no_tool_rows_offer_no_tool_that_could_do_it(tools: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     with serve_teacher(Teacher()) as log:
@@ -104,6 +139,18 @@ def test_no_tool_rows_offer_no_tool_that_could_do_it(tools: Path, tmp_path: Path
     assert wished, "some requests are for a tool that was taken off offer"
     for row in read_rows(out):
         assert not set(find_wished(row)) & {tool["function"]["name"] for tool in row["tools"]}
+
+
+@pytest.mark.parametrize("max_tools", [1, 2])
+def test_rows_may_offer_fewer_tools_than_a_plan_would_by_itself(max_tools: int) -> None:
+    tools = [Tool(function) for function in TOOLS]
+    for num_tools in (1, 3, 4):
+        planner = Planner(tools[:num_tools], None, seed=0, max_tools=max_tools)
+        assert ("several_calls" in planner.shares) is (min(num_tools, max_tools) > 1)
+        for kind in planner.shares:
+            plans = [planner.plan(index, kind) for index in range(40)]
+            assert all(1 <= len(plan.tools) <= max_tools for plan in plans)
+            assert all(plan.calls and len(plan.targets) <= max_tools for plan in plans)
 
 
 def find_wished(row: dict[str, Any]) -> list[str]:
@@ -193,6 +240,24 @@ def test_answers_that_differ_are_dropped_though_the_first_is_right(tools: Path, 
     assert set(dropped) <= {"disagreement", "invalid_call"}, "set_alarm is not always on offer"
 
 
+@pytest.mark.parametrize(("status", "remedy"), [(401, "set FCTUNE_JUDGE_API_KEY"), (404, "see --judge-model")])
+def test_a_judge_that_refuses_every_request_is_one_sentence_with_its_own_options(
+    status: int, remedy: str, tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serve_teacher(Teacher(spoil("judge", 1, lambda handler, _: handler.send(status, "{}")))) as log:
+        assert generate(log.url, tools, tmp_path / "rows.jsonl", "--judge", log.url, num=2) == 2
+    assert remedy in capsys.readouterr().err
+
+
+def test_a_key_of_the_judge_that_cannot_be_sent_is_named(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_JUDGE_API_KEY", "two words")
+    with serve_teacher(Teacher()) as log:
+        assert generate(log.url, tools, tmp_path / "rows.jsonl", "--judge", log.url, num=2) == 2
+    assert "FCTUNE_JUDGE_API_KEY: contains characters" in capsys.readouterr().err
+
+
 def test_retry_after_is_respected(tools: Path, tmp_path: Path) -> None:
     waited: list[float] = []
 
@@ -249,6 +314,55 @@ def test_a_killed_run_resumes_without_asking_for_a_row_twice(
     assert out.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_rows_that_are_finished_behind_a_slow_one_survive_a_kill(
+    number: signal.Signals, tools: Path, tmp_path: Path
+) -> None:
+    is_released = threading.Event()
+    is_released.set()
+
+    def hang(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if kind == "write" and body["seed"] == slow:
+            is_released.wait(60)
+        elif not is_released.is_set():
+            time.sleep(0.02)
+        return False
+
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "rows.jsonl"
+    slow, teacher = -1, Teacher(hang)
+    with serve_teacher(teacher) as log:
+        assert generate(log.url, tools, whole, num=40) == 0
+        seeds = [body["seed"] for body in log.bodies if name_prompt(body) == "write"]
+        slow = seeds[0]
+        is_released.clear()
+        arguments = ["--teacher", log.url, "--tools", str(tools), "--out", str(out), "--num", "40", "--votes", "2"]
+        command = [sys.executable, "-m", "fctune.cli", "data", "generate", *arguments]
+        process = subprocess.Popen([*command, "--concurrency", "4"], cwd=ROOT, env=os.environ, stderr=subprocess.PIPE)
+        lines = out.with_suffix(".generate") / "log.jsonl"
+        deadline = time.monotonic() + 60
+        while not lines.exists() or lines.read_bytes().count(b"\n") < 12:
+            assert process.poll() is None
+            assert time.monotonic() < deadline, "finished rows wait for the slow one"
+            time.sleep(0.02)
+        process.send_signal(number)
+        process.communicate()
+        is_released.set()
+        finished = {json.loads(line)["id"] for line in lines.read_bytes().splitlines()[:12]}
+        if number == signal.SIGINT:
+            assert len(read_rows(out)) > 4, "they are in the file of an interrupted run as well"
+            read_summary(out)
+        time.sleep(0.3)  # for requests on their way
+        log.bodies.clear()
+        assert generate(log.url, tools, out, num=40) == 0
+        asked_again = [body["seed"] for body in log.bodies if name_prompt(body) == "write"]
+    assert len(finished) == 12
+    assert len(asked_again) <= read_summary(whole)["asked"] - len(finished)
+    assert slow in asked_again
+    assert out.read_bytes() == whole.read_bytes()
+    assert read_summary(out)["usage"] == read_summary(whole)["usage"]
+    assert read_log(out) == read_log(whole), "the log is put into the order of the plans"
+
+
 def test_a_budget_ends_the_run_and_a_larger_one_resumes_it(tools: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     with serve_teacher(Teacher()) as log:
@@ -301,6 +415,34 @@ def test_near_duplicates_are_dropped(tools: Path, tmp_path: Path) -> None:
     assert len(set(questions)) == 12
 
 
+def test_a_log_with_gaps_has_the_same_near_duplicates_in_the_end(tools: Path, tmp_path: Path) -> None:
+    def repeat(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if kind != "write" or body["seed"] % 2:
+            return False
+        first, *_ = (tool["name"] for tool in TOOLS if f"of {tool['name']}." in body["messages"][1]["content"])
+        handler.say(make_answer(kind, {**body, "seed": len(first)})[0])
+        return True
+
+    out = tmp_path / "rows.jsonl"
+    lines = out.with_suffix(".generate") / "log.jsonl"
+    with serve_teacher(Teacher(repeat)) as log:
+        assert generate(log.url, tools, out, "--kinds", "one_call", num=12) == 0
+        rows, outcomes = out.read_text(), read_log(out)
+        near = [number for number, line in enumerate(outcomes) if line["verdict"] == "near_duplicate"]
+        originals = [int(outcomes[number]["reason"].split()[-1]) - 1 for number in near]
+        kept = [number for number, line in enumerate(outcomes) if line["verdict"] == "kept"]
+        gaps = {kept[original] for original in originals} | {0}
+        first_wave = [line for number, line in enumerate(outcomes[:12]) if number not in gaps]
+        lines.write_text("".join(json.dumps(line) + "\n" for line in first_wave))
+        assert generate(log.url, tools, out, "--kinds", "one_call", "--max-requests", "1", num=12) == 0
+        assert read_summary(out)["ending"] == "budget"
+        assert "kept" in {line["verdict"] for line in read_log(out) if int(line["id"]) in near}, "for now"
+        assert generate(log.url, tools, out, "--kinds", "one_call", num=12) == 0
+    assert near
+    assert out.read_text() == rows
+    assert read_log(out) == outcomes
+
+
 def test_held_out_questions_are_dropped_and_a_teacher_of_nothing_else_is_given_up(
     tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,6 +468,36 @@ def test_held_out_questions_are_dropped_and_a_teacher_of_nothing_else_is_given_u
     assert read_summary(out)["ending"] == "unusable"
     said = capsys.readouterr().out
     assert "nothing that the teacher answered was usable. held_out, 16 of the last 16" in said
+
+
+def test_rows_that_are_held_out_by_now_are_dropped_when_a_run_is_resumed(tools: Path, tmp_path: Path) -> None:
+    held_out, out = tmp_path / "cases.jsonl", tmp_path / "rows.jsonl"
+    held_out.write_text(json.dumps(make_own_row("Is there a ferry to the island on Sundays?")) + "\n")
+    with serve_teacher(Teacher()) as log:
+        assert generate(log.url, tools, out, "--held-out", str(held_out), num=24) == 0
+        before, num_asked = out.read_bytes(), read_summary(out)["asked"]
+        settings = json.loads((out.with_suffix(".generate") / "log.settings.json").read_text())
+        leaked = [row["messages"][0]["content"] for row in read_rows(out)][3:20:4]
+        unchanged = held_out.read_text()
+        held_out.write_text("".join(json.dumps(make_own_row(text)) + "\n" for text in leaked[:1]))
+        assert generate(log.url, tools, out, "--held-out", str(held_out), num=24) == 0
+        assert read_summary(out)["dropped"]["held_out"] == 1
+        changed = json.loads((out.with_suffix(".generate") / "log.settings.json").read_text())
+        assert changed["held_out"] != settings["held_out"], "there is one item in both"
+        assert {**changed, "held_out": None} == {**settings, "held_out": None}
+        held_out.write_text("".join(json.dumps(make_own_row(text)) + "\n" for text in leaked))
+        assert generate(log.url, tools, out, "--held-out", str(held_out), num=24) == 0
+        summary, rows = read_summary(out), read_rows(out)
+        assert summary["dropped"]["held_out"] == len(leaked) == 5
+        assert summary["asked"] > num_asked
+        assert summary["kept"] == 24 == sum(kind["wanted"] for kind in summary["kinds"].values())
+        assert all(kind["kept"] == kind["wanted"] for kind in summary["kinds"].values())
+        assert not {row["messages"][0]["content"] for row in rows} & set(leaked)
+        written = len(log.bodies)
+        held_out.write_text(unchanged)
+        assert generate(log.url, tools, out, "--held-out", str(held_out), num=24) == 0
+        assert len(log.bodies) == written, "all rows are there"
+    assert out.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -378,6 +550,45 @@ def test_requests_imitate_the_users_own_rows(tools: Path, tmp_path: Path) -> Non
     assert all("gimme the weather, pronto" in body["messages"][1]["content"] for body in written)
 
 
+def test_requests_with_secrets_are_not_sent_to_the_teacher(
+    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, token = tmp_path / "own.jsonl", "ghp_" + "kq81ZxPv30mNeTrWLsYu7b5AdFhJ2cQ9oXt4"
+    said = {
+        "asked": "gimme the weather, pronto",
+        "token": f"use {token} for the weather",
+        "url": "look at https://me:kJ8sQ2vLpX@db.firm.io/weather",
+        "known from the call": "log in with kittens-Of-4Doors and tell me the weather",
+    }
+    call = {"name": "log_in", "arguments": {"password": "kittens-Of-4Doors"}}
+    rows = [make_own_row(text, call if "call" in name else None) for name, text in said.items()]
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serve_teacher(Teacher()) as log:
+        assert generate(log.url, tools, tmp_path / "rows.jsonl", "--seed-rows", str(own), num=8) == 0
+        sent = json.dumps(log.bodies)
+    assert said.pop("asked") in sent
+    assert not any(json.dumps(text)[1:-1] in sent for text in said.values())
+    line = f"--seed-rows {own}: left out 3 secrets in 3 rows (basic_auth 1, github_token 1, named_secret 1)"
+    assert line in capsys.readouterr().out
+    own.write_text(json.dumps(make_own_row(said["token"])))
+    with serve_teacher(Teacher()) as log:
+        assert generate(log.url, tools, tmp_path / "rows.jsonl", "--seed-rows", str(own), "--fresh", num=8) == 2
+        assert not log.bodies
+    assert "every request has a secret (1 secret in 1 row (github_token 1))" in capsys.readouterr().err
+
+
+def make_own_row(request: str, call: dict[str, Any] | None = None) -> dict[str, Any]:
+    answers: list[dict[str, Any]] = [{"role": "assistant", "content": "No."}]
+    if call is not None:
+        function = {**call, "arguments": json.dumps(call["arguments"])}
+        answers[:0] = [
+            {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "1", "content": "ok"},
+        ]
+    tool = {"name": "log_in", "parameters": {"type": "object", "properties": {"password": {"type": "string"}}}}
+    return {"messages": [{"role": "user", "content": request}, *answers], "tools": [tool]}
+
+
 def test_the_teacher_does_not_see_what_was_intended(tools: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     with serve_teacher(Teacher()) as log:
@@ -400,9 +611,14 @@ def test_the_teacher_does_not_see_what_was_intended(tools: Path, tmp_path: Path)
          "x: its schema allows no arguments at all"),
         ([{"name": "x", "parameters": {"type": "object", "properties": {"a": {"type": 3}}}}], [],
          "x: its schema is unusable"),
+        ([{"name": "x", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}}}], [],
+         "x: its schema refers to #/$defs/A, which is not in it"),
+        ([{"name": "x", "parameters": {"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:9/a"}}}}], [],
+         "x: its schema refers to http://127.0.0.1:9/a, which is not in it"),
         (TOOLS, ["--execute", "get_weather"], "not a tool of an MCP server"),
         (TOOLS, ["--execute", "get_wether"], "did you mean get_weather"),
         (TOOLS[:1], ["--kinds", "several_calls"], "needs two tools or more"),
+        (TOOLS, ["--kinds", "several_calls", "--max-tools", "1"], "needs two tools in a row. Raise --max-tools"),
         (TOOLS, ["--kinds", "one_cal"], "did you mean one_call"),
         (TOOLS, ["--max-cost", "1"], "needs --price"),
         (TOOLS, ["--votes", "0"], "expected 1 or more"),

@@ -184,6 +184,56 @@ def test_an_unknown_gpu_can_be_described_by_options() -> None:
         find_gpu("mine", {"--gpu-memory-gib": 24.0})
 
 
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("L40S", "l40s"),
+        ("NVIDIA H200", "h200"),
+        ("H100-80GB", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("H100_SXM5", "h100"),
+        ("h100pcie", "h100-pcie"),
+        ("A100-80GB", "a100"),
+        ("A100-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("B200-192GB", "b200"),
+        ("RTX 4090", "rtx4090"),
+        ("3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_a_gpu_is_found_in_the_spellings_that_people_type(spelling: str, name: str) -> None:
+    assert find_gpu(spelling).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("h10", "did you mean h100?"),
+        ("RTX 3090 Ti", "did you mean rtx3090"),
+        ("A100-64GB", "did you mean a100 or a100-40gb?"),  # no such memory
+        ("GPU", "unknown GPU; known: b300, "),
+    ],
+)
+def test_an_unknown_gpu_is_refused_with_the_nearest_and_the_known_ones(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--gpu {name}: unknown GPU") as caught:
+        find_gpu(name)
+    assert near in str(caught.value)
+    assert ", rtx5090, " in str(caught.value)
+
+
+def test_a_gpu_without_bfloat16_is_planned_in_float32_only() -> None:
+    request = PlanRequest(find_gpu("T4"), 1, 1)
+    with pytest.raises(ConfigError, match=r"--gpu t4: has no bfloat16, .* Plan it with precision=fp32"):
+        make_plan(load_config("qwen3_0_6b_lora", []), request)
+    plan = make_plan(load_config("qwen3_0_6b_lora", ["precision=fp32"]), request)
+    assert plan.gpu_rate == pytest.approx(8.1)
+
+
 def test_every_gpu_in_the_table_names_its_sources() -> None:
     for gpu in GPUS.values():
         assert gpu.source.startswith("https://"), gpu.name

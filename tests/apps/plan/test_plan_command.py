@@ -38,6 +38,13 @@ def test_json_contains_the_plan_and_null_for_unknown_figures(capsys: pytest.Capt
     assert (plan["price"], plan["disk_gb_s"]) == (2, 1)
 
 
+def test_one_gpu_is_planned_by_the_short_option(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--gpus", "1", "--gpu", "L40S")
+    assert "1 x 1 l40s (" in out
+    assert "one GPU (one rank)" in out
+    assert code == ("does not fit" in out)
+
+
 def test_the_default_price_is_the_configs(capsys: pytest.CaptureFixture[str]) -> None:
     data = ("--nodes", "2", "--json", "--rows", "100000", "--mean-tokens", "600", "price_per_gpu_hour=3")
     _, out, _ = run(capsys, *data)
@@ -197,7 +204,7 @@ def test_a_closed_pipe_does_not_change_the_exit_code(arguments: list[str], code:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpu", "h900"], "--gpu h900: unknown GPU; known: b200, h200, h100"),
+        (["--gpu", "h900"], "--gpu h900: unknown GPU; did you mean h200? known: b300, b200, gh200"),
         (["--gpu", "h900", "--gpu-memory-gib", "80"], "pass --gpu-memory-gib and --tflops"),
         (["--gpu-memory-gib", "-1"], "--gpu-memory-gib -1: expected a finite number greater than 0."),
         (["--nodes", "0"], "--nodes 0: expected 1 or more."),

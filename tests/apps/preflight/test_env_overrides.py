@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from fctune.base.errors import ConfigError
-from fctune.training.env_overrides import ENV_OVERRIDES, resolve_launch
+from fctune.config.shipped import CONFIG_OF_SIZE, has_size, list_shipped_configs
+from fctune.training.env_overrides import ENV_OVERRIDES, choose_config, resolve_launch
 from tests.apps.preflight.preflight_nodes import OVERRIDES, TINY
 from tests.conftest import ROOT
 
@@ -75,6 +76,70 @@ def test_dataset_replaces_all_sources_of_a_config(tmp_path: Path) -> None:
     assert [source.path for source in launch.config.data.sources] == ["synthetic:train:10:1"]
 
 
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ("owner/rows", "hf:owner/rows"),
+        ("owner/rows:hard:test@v1.0", "hf:owner/rows:hard:test@v1.0"),
+        ("hf:owner/rows", "hf:owner/rows"),
+        ("mine/rows.jsonl", "mine/rows.jsonl"),  # a file that exists
+    ],
+)
+def test_dataset_may_be_a_name_on_the_hub_or_a_file(
+    given: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "rows.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    launch = resolve_launch(TINY, {"DATASET": given}, OVERRIDES[:1], tmp_path)
+    assert [source.path for source in launch.config.data.sources] == [path]
+
+
+@pytest.mark.parametrize("given", ["other/rows.jsonl", "mine/missing"])
+def test_a_missing_file_is_not_taken_for_a_name_on_the_hub(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"data.sources.0.path={given}: no such file or directory"):
+        resolve_launch(TINY, {"DATASET": given}, OVERRIDES[:1], tmp_path)
+
+
+def test_every_size_stands_for_a_shipped_config_with_it_in_its_name() -> None:
+    shipped = {path.stem for path in list_shipped_configs()}
+    for size, name in CONFIG_OF_SIZE.items():
+        assert name in shipped
+        assert [other for other in CONFIG_OF_SIZE if has_size(name, other)] == [size]
+    named = {re.sub(r"^0", "0.", "".join(words)) for name in shipped for words in re.findall(r"_(0)?_?(\d+b)_", name)}
+    assert {size.upper() for size in named} <= set(CONFIG_OF_SIZE)
+
+
+def test_model_size_chooses_the_config_and_may_repeat_its_size(tmp_path: Path) -> None:
+    configs = Path("configs")
+    assert choose_config(Path("8b"), {"MODEL_SIZE": "8b"}) == configs / "llama3_1_8b_lora.yaml"
+    assert choose_config(Path("0.6B"), {"MODEL_SIZE": "0.6B"}) == configs / "qwen3_0_6b_lora.yaml"
+    full = configs / "llama3_1_8b_full.yaml"
+    assert choose_config(full, {"MODEL_SIZE": "8B"}) == full
+    assert choose_config(TINY, {"MODEL_SIZE": ""}) == TINY
+    launch = resolve_launch(Path("8B"), {"MODEL_SIZE": "8B"}, (), tmp_path)
+    assert "config=configs/llama3_1_8b_lora.yaml\n" in launch.to_shell(0)
+
+
+@pytest.mark.parametrize("config", ["configs/llama3_3_70b_lora.yaml", "qwen3_5_0_8b_lora", "mine.yaml", "7B"])
+def test_a_config_without_the_size_in_model_size_is_refused(config: str) -> None:
+    with pytest.raises(ConfigError, match=rf"MODEL_SIZE=8B and CONFIG={config}: .* Set one of them"):
+        choose_config(Path(config), {"MODEL_SIZE": "8B"})
+
+
+def test_an_unknown_size_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"MODEL_SIZE=13B: fctune comes with no config .* 8B \(llama3_1_8b_lora\), .* 72B"
+    ):
+        resolve_launch(Path("13B"), {"MODEL_SIZE": "13B"}, (), tmp_path)
+    with pytest.raises(ConfigError, match=r"^13b: fctune comes with no config .* 8B \(llama3_1_8b_lora\)"):
+        resolve_launch(Path("13b"), {}, (), tmp_path)
+
+
 def test_an_invalid_value_is_reported_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.max_samples='many'"):
         resolve_launch(TINY, {"MAX_SAMPLES": "many"}, OVERRIDES, tmp_path)
@@ -94,11 +159,12 @@ def test_shell_assignments_survive_quotes_and_dollar_signs(tmp_path: Path) -> No
 
 def test_env_example_and_both_tasks_offer_every_variable() -> None:
     offered = read_offered_variables()
-    assert set(ENV_OVERRIDES) | {"CONFIG", "HF_TOKEN", "WANDB_API_KEY", "FCTUNE_SHARED", "FCTUNE_NETWORK"} <= offered
+    others = {"CONFIG", "MODEL_SIZE", "HF_TOKEN", "WANDB_API_KEY", "FCTUNE_SHARED", "FCTUNE_NETWORK"}
+    assert set(ENV_OVERRIDES) | others <= offered
     for task in ("sky/finetune.yaml", "sky/slurm/finetune.yaml"):
         envs = yaml.safe_load((ROOT / task).read_text())["envs"]
         assert set(ENV_OVERRIDES) <= set(envs), task
-        assert all(envs[name] == "" for name in ENV_OVERRIDES), task
+        assert all(envs[name] == "" for name in (*ENV_OVERRIDES, "CONFIG", "MODEL_SIZE")), task
         assert set(envs) <= offered, task
 
 

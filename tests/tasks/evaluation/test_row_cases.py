@@ -170,6 +170,58 @@ def test_the_command_writes_both_sides(write_rows: Write, tmp_path: Path, capsys
     assert "is the source itself" in capsys.readouterr().err
 
 
+def test_the_two_files_of_cases_must_differ(
+    write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_rows([row(f"{n}?", [f"tool_{n % 9}"], calls(f"tool_{n % 9}")) for n in range(90)])
+    out = str(tmp_path / "cases.jsonl")
+    assert main(["data", "cases", str(path), "--out", out, "--test", out]) == 2
+    assert "--test" in (error := capsys.readouterr().err)
+    assert "is the file of --out as well" in error
+    rows = path.read_text()
+    for command in (
+        ["convert", str(path), out, "--json", str(path)],
+        ["augment", str(path), out, "--kinds", "shuffle_tools", "--json", str(path)],
+        ["check", str(path), "--json", str(path)],
+        ["check", str(path), "--html", str(path)],
+    ):
+        assert main(["data", *command]) == 2
+        assert "is the source itself" in capsys.readouterr().err
+    assert path.read_text() == rows
+
+
+def test_a_greeting_with_a_request_that_is_not_answered_is_no_case(write_rows: Write) -> None:
+    greeting = row("One?", ["one"])
+    greeting["messages"].insert(0, {"role": "assistant", "content": "Hello, how can I help?"})
+    made = make_row_cases([str(write_rows([greeting, row("Two?", ["two"], "No.")]))])
+    assert [case.questions for case in made.cases] == [("Two?",)]
+    assert made.left_out.total() == 1
+
+
+def test_tools_of_a_file_are_those_of_rows_without_any(write_rows: Write, tmp_path: Path) -> None:
+    rows = [row(f"{n}?", [], calls("one")) for n in range(5)]
+    for one in rows:
+        del one["tools"]
+    path, tools = write_rows(rows), tmp_path / "tools.json"
+    tools.write_text(json.dumps([tool("one"), tool("two")]))
+    out, augmented = tmp_path / "cases.jsonl", tmp_path / "augmented.jsonl"
+    assert main(["data", "cases", str(path), "--tools", str(tools), "--out", str(out)]) == 0
+    assert [[tool.name for tool in case.prompt.tools] for case in read_cases(out)] == [["one", "two"]] * 5
+    kinds = ["--kinds", "shuffle_tools", "--tools", str(tools)]
+    assert main(["data", "augment", str(path), str(augmented), *kinds]) == 0
+    written = [json.loads(line) for line in augmented.read_text().splitlines()]
+    assert {len(one["tools"]) for one in written} == {2}
+
+
+def test_converted_rows_stay_a_benchmarks_and_keep_how_they_were_generated(write_rows: Write, tmp_path: Path) -> None:
+    generated = {"teacher": "m", "kind": "one_call"}
+    marked = {"metadata": {"benchmark": "BFCL v4", "generated": generated, "note": "x"}}
+    path, out = write_rows([row("One?", ["one"], calls("one")) | marked]), tmp_path / "converted.jsonl"
+    assert main(["data", "convert", str(path), str(out)]) == 0
+    assert json.loads(out.read_text())["metadata"] == {"generated": generated, "benchmark": "BFCL v4"}
+    assert make_row_cases([str(out)]).benchmark == "BFCL v4"
+
+
 def test_benchmark_questions_are_refused_and_marked_when_forced(
     write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,8 +68,8 @@ def _expand(rows: Iterator[FileRow]) -> Iterator[LogRow]:
     tree = _Tree()
     try:
         for line, row in rows:
-            if isinstance(row, RowError) or _SESSION in row:
-                yield line, row
+            if isinstance(row, RowError) or _SESSION in row or not _is_session(row):
+                yield line, row  # a row of another format is read as one
             elif isinstance(row.get("uuid"), str):
                 # What describes an event, such as a copy of a result, is most of it.
                 kept = {key: value for key, value in row.items() if key in _KEPT or key not in _DESCRIBING}

@@ -48,8 +48,8 @@ def _expand(rows: Iterator[FileRow]) -> Iterator[LogRow]:
         if isinstance(row, RowError):
             error = error or (line, row)
             continue
-        if _SESSION in row:
-            yield line, row
+        if _SESSION in row or "type" not in row:
+            yield line, row  # a row of another format is read as one
             continue
         payload = row.get("payload")
         kind = row.get("type")
@@ -60,7 +60,7 @@ def _expand(rows: Iterator[FileRow]) -> Iterator[LogRow]:
             else:
                 yield line, LeftOut("session_event")
         elif kind == "session_meta":
-            if (items or error) and payload.get("id") != meta.get("id"):
+            if meta and payload.get("id") != meta.get("id"):
                 yield from finish()
                 kept, items, error = [], [], None
             meta = payload
@@ -69,6 +69,7 @@ def _expand(rows: Iterator[FileRow]) -> Iterator[LogRow]:
             items.append({key: value for key, value in row.items() if key not in _LINE_KEYS} | payload)
         elif kind == "compacted":
             yield from finish()
+            error = None  # what follows goes on from the summary
             history = payload.get("replacement_history")
             summary = [{"role": "user", "content": payload.get("message")}] if payload.get("message") else []
             kept, items = (history if isinstance(history, list) and history else summary), []

@@ -181,7 +181,8 @@ def _add_result(result: dict[str, Any], at: str, texts: list[str], builder: RowB
         raise RowError(f"{at}.parts", "not_text_only", f"{describe_value(result['parts'])}; {TEXT_ONLY}")
     require_read_keys(result, _RESULT_KEYS, at)
     call_id, name = read_string(result.get("id"), f"{at}.id"), read_string(result.get("name"), f"{at}.name")
-    builder.add_result(result.get("response"), at, call_id, name)
+    response = result.get("response")
+    builder.add_result(response, at, call_id, name, isinstance(response, dict) and bool(response.get("error")))
 
 
 def _is_gemini(row: dict[str, Any]) -> bool:

@@ -80,6 +80,9 @@ def read_row(row: Any, row_format: str, context: ReadContext, source: str = "") 
         builder.template_args = read_template_args(row)
         parsed = ROW_FORMATS[name].read(row, builder)
     except KeyError as error:
+        if ROW_FORMATS[name].expand is not None:
+            reason = f"a part of a log ({name}) after rows of another format; give each its own file"
+            raise RowError("", "unknown_row_format", reason) from None
         raise RowError(
             "",
             "unknown_row_format",
@@ -107,7 +110,7 @@ def list_unread(row: ParsedRow) -> list[str]:
         return []
     read = {re.split(r"[.\[]", pointer, maxsplit=1)[0] for pointer in (*row.message_pointers, row.tools_pointer)}
     metadata = row.raw.get("metadata")
-    if isinstance(metadata, dict) and metadata.keys() <= {*row.provenance, "benchmark"}:  # written, and searched
+    if isinstance(metadata, dict) and metadata.keys() <= row.provenance.keys():  # written, and searched
         read.add("metadata")
     return [name for name in others if name not in read and row.raw[name] not in (None, "", [], {})]
 

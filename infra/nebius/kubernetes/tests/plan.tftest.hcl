@@ -40,11 +40,11 @@ run "two_nodes_of_eight_h100_on_one_fabric" {
     error_message = "not H100 nodes"
   }
   assert {
-    condition     = nebius_mk8s_v1_node_group.gpu.template.gpu_cluster.id == nebius_compute_v1_gpu_cluster.this.id
+    condition     = nebius_mk8s_v1_node_group.gpu.template.gpu_cluster.id == nebius_compute_v1_gpu_cluster.this[0].id
     error_message = "the nodes are not in the InfiniBand cluster"
   }
   assert {
-    condition     = nebius_compute_v1_gpu_cluster.this.infiniband_fabric == "fabric-3"
+    condition     = nebius_compute_v1_gpu_cluster.this[0].infiniband_fabric == "fabric-3"
     error_message = "another fabric"
   }
 }
@@ -180,10 +180,51 @@ run "rejects_an_unknown_region" {
   expect_failures = [var.region]
 }
 
-run "rejects_presets_without_infiniband" {
+run "nodes_with_one_gpu_need_no_fabric" {
   command = plan
   variables {
-    gpu_preset = "1gpu-16vcpu-200gb"
+    gpu_platform      = "gpu-h200-sxm"
+    gpu_preset        = "1gpu-16vcpu-200gb"
+    infiniband_fabric = null
+  }
+  assert {
+    condition     = output.gpus == 2 && length(nebius_compute_v1_gpu_cluster.this) == 0 && nebius_mk8s_v1_node_group.gpu.template.gpu_cluster == null
+    error_message = "nodes with one GPU are on InfiniBand"
+  }
+}
+
+run "eight_h200_in_another_region" {
+  command = plan
+  variables {
+    region       = "eu-west1"
+    gpu_platform = "gpu-h200-sxm"
+  }
+  assert {
+    condition     = output.gpus == 16
+    error_message = "not 2 x 8 GPUs"
+  }
+}
+
+run "rejects_eight_gpus_without_a_fabric" {
+  command = plan
+  variables {
+    infiniband_fabric = null
+  }
+  expect_failures = [var.infiniband_fabric]
+}
+
+run "rejects_presets_that_the_platform_lacks" {
+  command = plan
+  variables {
+    gpu_platform = "gpu-l40s-d"
+  }
+  expect_failures = [var.gpu_preset]
+}
+
+run "rejects_a_preset_in_another_form" {
+  command = plan
+  variables {
+    gpu_preset = "1xH100"
   }
   expect_failures = [var.gpu_preset]
 }
