@@ -79,6 +79,8 @@ def run_gate(
     if plan.held_out is not None:
         warnings += _check_leaks(plan.held_out.given, path, tuned, history)
     answers = {model.side: _ask(model, plan, config, folder, is_fresh, log) for model in (before, after)}
+    for name in answers[before.side].keys() - answers[after.side].keys():  # of a benchmark that only the base answered
+        del answers[before.side][name]
     lines, not_run, missing = make_lines(plan, answers[before.side], answers[after.side])
     judged, commands = _judge(lines, config.accepted_fall, history)
     blind = [f"{line.line.name}: {why}" for line in judged if (why := line.blindness) is not None]

@@ -33,6 +33,7 @@ class Line:
         outcomes: The items, each asked of both models.
         note: Where the items come from, or what they leave out.
         cause: Where the causes of a fall are looked for (see ``remedies``); empty: under the name.
+        suite: Name of the suite that the items are of; suites may share ids.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Line:
     outcomes: Sequence[PairedOutcome]
     note: str = ""
     cause: str = ""
+    suite: str = ""
 
 
 @dataclass(frozen=True)

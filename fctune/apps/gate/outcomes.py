@@ -44,7 +44,7 @@ def make_lines(
     lines: list[Line] = []
     not_run, warnings = dict(plan.not_run), []
     for name, first in before.items():
-        lost = [i for i, row in first.items() if name in after and (_has_failed(row) or _has_failed(after[name][i]))]
+        lost = [i for i, row in first.items() if _has_failed(row) or _has_failed(after[name][i])]
         if lost:
             count = format_count(len(lost), "case has", "cases have")
             warnings.append(
@@ -67,7 +67,7 @@ def make_lines(
         cause: str = "",
     ) -> None:
         if outcomes := pair(suite, ids, is_right):
-            lines.append(Line(name, title, outcomes, note, cause))
+            lines.append(Line(name, title, outcomes, note, cause, suite))
         else:
             not_run[name] = "the base answered none of its cases" if ids else _ABSENT.get(name, "no cases")
 
@@ -93,7 +93,7 @@ def make_lines(
             not_run[defect] = f"the base calls nothing on the held-out cases; {have}"
         outcomes = pair(name, everything, _reasons)
         if any(outcome.before for outcome in outcomes):
-            lines.append(Line("reasoning", REASONING, outcomes))
+            lines.append(Line("reasoning", REASONING, outcomes, suite=name))
         else:
             not_run["reasoning"] = "the base does not reason on the held-out cases"
     for sample, suite in plan.samples:

@@ -125,10 +125,8 @@ def _add_items(page: Page, report: GateReport, answers: Answers) -> None:
 
 
 def _make_cases(line: JudgedLine, answers: Answers) -> list[dict[str, Any]]:
-    rows = {
-        i: (before, answers["tuned"][name][i]) for name, found in answers["base"].items() for i, before in found.items()
-    }
-    return [_make_case(line, i, *rows[i]) for i in line.comparison.turned_wrong[:_MAX_ITEMS] if i in rows]
+    before, after = (answers[side][line.line.suite] for side in ("base", "tuned"))
+    return [_make_case(line, i, before[i], after[i]) for i in line.comparison.turned_wrong[:_MAX_ITEMS]]
 
 
 def _make_case(line: JudgedLine, case_id: str, before: Row, after: Row) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 
 from fctune.apps.gate import GateReport, run_gate
 from fctune.apps.gate.history import TrainingHistory, find_history
+from fctune.apps.gate.models import GateModel
 from fctune.base.errors import ConfigError, DataError
 from fctune.cli import main
 from fctune.cli.gate import print_report
@@ -23,6 +24,8 @@ from fctune.data.sources.reader import parse_source
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.synthetic import iter_conversations
 from fctune.runs.release import mark_not_released, read_mark, remove_mark
+from fctune.tasks.judge import Row
+from fctune.tasks.suite import Suite
 from fctune.tasks.task import Case
 from tests.apps.gate.rule_server import Calls, serve_rule, write_cases
 from tests.engines.fault_server import Behave, Handler, serve
@@ -163,6 +166,34 @@ def test_a_benchmark_that_a_server_cannot_be_asked_is_not_run(
         assert "sends no log-probabilities" in report.not_run[name]
         assert report.to_junit().count(f'name="{name}"') == 1
     assert not any(line.line.name.startswith("when2call") for line in report.lines)
+
+
+def test_a_benchmark_that_only_the_base_answers_is_not_run_and_the_falls_are_shown(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = GateModel.ask
+
+    def score(model: GateModel, suite: Suite, *rest: Any) -> dict[str, Row]:
+        if model.side == "base" and suite.name.startswith("when2call"):  # as a server that sends prompt_logprobs
+            return {case.id: {"id": case.id, "verdict": "correct"} for case in suite.cases}
+        return ask(model, suite, *rest)
+
+    monkeypatch.setattr(GateModel, "ask", score)
+    config, out = GateConfig(benchmarks=["when2call"], max_cases=30), tmp_path / "out"
+    options = {"when2call_data": str(write_rows(tmp_path / "rows.jsonl"))}
+    with serve_rule(expected) as base, serve_rule(expected, "timid") as tuned:
+        report = run_gate(base.url, tuned.url, out, cases=cases, config=config, options=options, **QUIET)
+    assert report.not_run["when2call_call"].startswith("tuned: ")
+    assert "Turned wrong" in (out / "gate.html").read_text()
+
+
+def test_the_page_shows_the_answers_of_the_line_s_own_suite(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    gate(cases, tmp_path, expected, "right", "timid", guided=True, max_cases=30)
+    shown = (tmp_path / "gate.html").read_text()
+    turned = shown[shown.index("Turned wrong") :]
+    assert "No tool does that." in turned, "the guided answers, which are right, have the same ids"
 
 
 def fail_often(handler: Handler, number: int, body: dict[str, Any]) -> None:
