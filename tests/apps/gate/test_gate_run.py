@@ -20,9 +20,11 @@ from fctune.cli import main
 from fctune.cli.gate import print_report
 from fctune.cli.tables import make_console
 from fctune.config.sections.gate import GateConfig
+from fctune.data.conversation import Conversation, Message
 from fctune.data.sources.reader import parse_source
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.synthetic import iter_conversations
+from fctune.engines.opening import find_files
 from fctune.runs.release import mark_not_released, read_mark, remove_mark
 from fctune.tasks.judge import Row
 from fctune.tasks.suite import Suite
@@ -218,6 +220,17 @@ def test_cases_that_the_base_does_not_answer_hide_no_fall(
         report = run_gate(base.url, tuned.url, tmp_path / "b", cases=cases, config=config, **QUIET)
     lines = {line.line.name: line.comparison for line in report.lines}
     assert lines["abandoned"].turned_wrong, "to clients of the result, no answer is a wrong one"
+
+
+def test_a_gate_with_a_case_that_is_too_long_can_be_repeated(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_model("llama", max_position_embeddings=96)
+    questions = ("Hi", "kalo " * 200, "Hello")
+    cases = tuple(Case(str(i), "call", Conversation((Message("user", q),), ()), ()) for i, q in enumerate(questions))
+    model, config, lines = GateModel("base", str(folder), find_files(str(folder))), GateConfig(max_new_tokens=8), []
+    first = model.ask(Suite("held_out", cases), config, tmp_path, False, lines.append)
+    assert [row.get("error") is None for row in first.values()] == [True, False, True]
+    assert model.ask(Suite("held_out", cases), config, tmp_path, False, lines.append) == first
+    assert "3 cases, 2 of them answered before" in lines[1]
 
 
 def refuse(handler: Handler, number: int, body: dict[str, Any]) -> None:
