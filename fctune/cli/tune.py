@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fctune.apps.tune.progress import RUN, Progress
+from fctune.apps.tune.progress import GATE_SETTINGS, RUN, Progress, split_settings
 from fctune.base.errors import ConfigError, DataError, Interrupted
 from fctune.base.terminal import Terminal, escape_controls
 from fctune.cli.data_rows import (
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fctune.config.schema import RunConfig
     from fctune.data.check import Report
     from fctune.data.prepared_set import PreparedSet
+    from fctune.tasks.task import Case
 
 _TINY = "fctune/assets/tiny_base"
 _CONFIG = "tune.yaml"
@@ -214,7 +216,8 @@ class _Tune:
         from fctune.apps.tune.machine import find_machine
 
         for change in self.progress.accept(self._list_inputs()):
-            self.say(f"changed since the last time: {change}; starting again", "yellow")
+            how = "judging" if self.progress.has_training_begun else "starting"
+            self.say(f"changed since the last time: {change}; {how} again", "yellow")
         self.machine = find_machine(self.arguments.gpus)
         self._forget_stale_plan()
         found: dict[str, Any] = {}
@@ -224,6 +227,7 @@ class _Tune:
             self.say("not trained (--plan-only). Next: the same command without it")
             return 0
         self._check_config(found["plan"])
+        self._update_gate(found)
         if (code := self._train(found["plan"])) != 0:
             return code
         found["gate"] = self._do("gate", self._judge, self.out / _GATE / "gate.json")
@@ -272,7 +276,7 @@ class _Tune:
         inputs["--where"] = " and ".join(map(str, given.where))
         inputs["--columns"] = json.dumps(read_columns(given))
         inputs["--clean"] = ",".join(given.clean)
-        inputs["settings"] = shlex.join(given.settings)
+        inputs |= split_settings(given.settings)
         digests = FileDigests()
         local = [path for path in given.data if not path.startswith(("hf:", "synthetic:"))]
         files = [str(file) for path in local for file in list_files(path)]
@@ -401,9 +405,11 @@ class _Tune:
         if self.options.cases is not None:
             from fctune.apps.tune.rows import require_unseen
             from fctune.tasks.suite_files import load_suite
+            from fctune.tasks.task import Case
 
             given = load_suite(self.options.cases, has_multi_turn=True).all_cases
             require_unseen(len(find_asked(given, config.data)), self.options)
+            self._check_gate([case for case in given if isinstance(case, Case)], config)
             return {"has_augment": has_augment, "prepared": _count_prepared(prepared, len(given))}
 
         try:
@@ -418,6 +424,7 @@ class _Tune:
                 "nothing is left to judge the result with: rows to train on ask the questions of all held-out rows, "
                 "because rows repeat each other. Add rows with other questions, or pass --cases FILE."
             )
+        self._check_gate(cases, config)
         calls = sum(bool(case.expected) for case in cases)
         self.say(f"  held out to judge with: {format_count(len(cases), 'case')}, {calls:,} with a call")
         if num_leaked:
@@ -467,7 +474,8 @@ class _Tune:
         text = draft.render(head)
         path = self.progress.write(_CONFIG, text)
         self.say(f"  config: {path}")
-        return {"config": _digest(text), "machine": self.machine.name}
+        words = split_settings(self.arguments.settings)[GATE_SETTINGS]
+        return {"config": _digest(text), "machine": self.machine.name, "gate": words}
 
     def _require_fit(self, architecture: Any, model_dir: Path | None, draft: Draft) -> None:
         """Choose a layout that fits; without the size of the rows, only see that there is one.
@@ -507,13 +515,47 @@ class _Tune:
             raise ConfigError(f"{path}: is gone, and the result was trained with it. Choose another --out.")
         trained = self.progress.find("train")
         digest = _digest(path.read_text(encoding="utf-8"))
-        if trained is not None and trained["config"] != digest:
+        if trained is not None and trained["config"] not in (digest, _digest(_divide(path)[0])):
             raise ConfigError(
                 f"{path}: was edited after training. Train it with `fctune train {shlex.quote(str(path))} "
                 "output_dir=ANOTHER`, or undo the edit."
             )
         if trained is None and planned["config"] != digest:
             self.say(f"{path} was edited: trained as it is", "yellow")
+            self._check_gate()
+        judged = self.progress.find("gate")
+        if judged is not None and judged.get("settings") not in (None, _digest(_divide(path)[1])):
+            self.say(f"the gate section of {path} was edited: judged again", "yellow")
+            self.progress.forget("gate")
+
+    def _check_gate(self, cases: Sequence[Case] | None = None, config: RunConfig | None = None) -> None:
+        """Check the settings of the gate, of the written config unless one is given.
+
+        Raises:
+            ConfigError: They would be refused after training.
+        """
+        from fctune.apps.gate.plan import check_settings
+        from fctune.config.sections.gate import GateConfig
+        from fctune.models.run_config import load_run_config
+        from fctune.tasks.suite import Suite
+
+        config = config or load_run_config(self.out / _CONFIG)
+        suite = None if cases is None else Suite("held_out", tuple(cases))
+        check_settings(config.gate or GateConfig(), suite)
+
+    def _update_gate(self, found: dict[str, Any]) -> None:
+        """Rewrite the gate section of the config if the command's settings of it changed after training began."""
+        words = split_settings(self.arguments.settings)[GATE_SETTINGS]
+        if found["plan"].get("gate", words) == words:
+            return
+        path = self.out / _CONFIG
+        draft, _, _ = self._draft_sized(found)
+        self._check_gate(config=draft.parse())
+        others, _ = _divide(path)
+        self.progress.write(_CONFIG, others + _divide_text(draft.render(""))[1])
+        self.progress.amend("plan", gate=words)
+        if self.progress.find("train") is not None:
+            self.progress.amend("train", config=_digest(others))
 
     def _train(self, planned: dict[str, Any]) -> int:
         """Train, or resume training; returns the run's exit code."""
@@ -526,7 +568,7 @@ class _Tune:
         from fctune.models.run_config import load_run_config
         from fctune.training.launcher import launch_recipe
 
-        digest = _digest(path.read_text(encoding="utf-8"))
+        digest = _digest(_divide(path)[0])
         config = load_run_config(path)
         processes = self.machine.num_processes
         self.say(f"train: {format_count(processes, 'process', 'processes')}; Ctrl-C saves", "bold")
@@ -580,6 +622,7 @@ class _Tune:
             "lines": [f"  {line.line.title}: {line.verdict}" for line in report.lines],
             "findings": report.describe_findings(),
             "commands": list(report.commands),
+            "settings": _digest(_divide(self.out / _CONFIG)[1]),
         }
 
     def _find_cases(self) -> Path:
@@ -712,6 +755,17 @@ def _count_prepared(prepared: PreparedSet, num_cases: int) -> dict[str, int]:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _divide(path: Path) -> tuple[str, str]:
+    """Return the text of a config without its gate section, and that section."""
+    return _divide_text(path.read_text(encoding="utf-8"))
+
+
+def _divide_text(text: str) -> tuple[str, str]:
+    text = text.rstrip("\n") + "\n"
+    found = re.search(r"^gate:.*\n(?:(?:[ \t].*)?\n)*", text, re.MULTILINE)
+    return (text, "") if found is None else (text[: found.start()] + text[found.end() :], found[0])
 
 
 def _show(line: str) -> None:

@@ -78,6 +78,37 @@ def make_plan(
         DataError: The cases cannot be read, or there is nothing to ask.
     """
     held_out = load_suite(path) if path is not None else None
+    plan, warnings = plan_cases(held_out, config, options, has_server)
+    if held_out is not None and (benchmark := held_out.benchmark) is not None:
+        warnings.append(f"{path}: belongs to a benchmark ({benchmark}), so it says little about your own requests")
+    return plan, warnings
+
+
+def check_settings(config: GateConfig, held_out: Suite | None) -> None:
+    """Check the settings of a gate between two models on this machine before the result is trained.
+
+    Args:
+        config: The settings.
+        held_out: The held-out cases; None: they are unknown, so that the token budget is not checked.
+
+    Raises:
+        ConfigError: A benchmark is unknown, servers are needed, or the budget is too small.
+    """
+    _check_names(config)
+    for name in ("streamed", "guided"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"gate.{name}: needs servers, and these models are on none. Leave it out, and run fctune gate with "
+                "the URLs of both once they are served."
+            )
+    if config.max_tokens is not None and held_out is not None:
+        plan_cases(held_out, config, {}, has_server=False)
+
+
+def plan_cases(
+    held_out: Suite | None, config: GateConfig, options: Mapping[str, Any], has_server: bool
+) -> tuple[Plan, list[str]]:
+    """Choose the cases of every line; see ``make_plan``."""
     loaded, not_run = _load_benchmarks(config, options, has_server)
     if held_out is None:
         not_run["held_out"] = "no held-out cases; pass --cases, or hold rows out with data.validation_share"
@@ -107,8 +138,6 @@ def make_plan(
             plan = choose(size)
         if (asked := plan.count_answers(config)) < wanted:
             warnings.append(f"the token budget allows {asked:,} of {wanted:,} answers: lines have fewer cases")
-    if held_out is not None and (benchmark := held_out.benchmark) is not None:
-        warnings.append(f"{path}: belongs to a benchmark ({benchmark}), so it says little about your own requests")
     return plan, warnings
 
 
@@ -121,14 +150,19 @@ def _choose(sample: GateSample, suite: Suite, size: int, seed: int) -> Suite:
     return made
 
 
+def _check_names(config: GateConfig) -> None:
+    known = find_benchmarks()
+    if unknown := [name for name in config.benchmarks or () if name not in known]:
+        raise ConfigError(f"gate.benchmarks: {unknown[0]}: no such benchmark; known: {', '.join(known)}.")
+
+
 def _load_benchmarks(
     config: GateConfig, options: Mapping[str, Any], has_server: bool
 ) -> tuple[list[tuple[GateSample, Suite]], dict[str, str]]:
     """Return the samples that the benchmarks declare with their cases, and why others cannot be run."""
     known, files = find_benchmarks(), find_suite_files()
+    _check_names(config)
     names = list(known) if config.benchmarks is None else config.benchmarks
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"gate.benchmarks: {unknown[0]}: no such benchmark; known: {', '.join(known)}.")
     loaded: list[tuple[GateSample, Suite]] = []
     not_run: dict[str, str] = {}
     for benchmark in known.values():
