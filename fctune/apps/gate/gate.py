@@ -88,8 +88,8 @@ def run_gate(
     settings = _describe(config, path, plan)
     still_blocking = _find_still_blocking(tuned, judged)
     stopped = [
-        f"{line['title']}: {line['verdict']} in an earlier gate of this result, and not run in this one, so that it "
-        "still blocks"
+        f"{line['title']}: {line['verdict']} in an earlier gate of this result, and {line['reason']}, so that it still "
+        "blocks"
         for line in still_blocking
     ]
     warnings = [*stopped, *blind, *warnings, *missing]
@@ -190,7 +190,10 @@ def _publish(report: GateReport, answers: Answers, folder: Path, tuned: str) -> 
         path = report.write(folder)
         if is_on_disk(tuned):  # before the page, without which the result is marked all the same
             if report.is_blocked:
-                mark_not_released(tuned, [*map(_describe_line, report.blocking), *report.still_blocking], path)
+                counts = {line["name"]: line.get("n", 0) for line in read_mark(tuned) or ()}
+                kept = {line["name"]: line for line in report.still_blocking}
+                lines = {line.line.name: _describe_line(line, counts) for line in report.blocking}
+                mark_not_released(tuned, list((lines | kept).values()), path)
             else:
                 remove_mark(tuned)
         write_gate_html(report, answers, folder / "gate.html")
@@ -198,12 +201,25 @@ def _publish(report: GateReport, answers: Answers, folder: Path, tuned: str) -> 
         raise ConfigError(f"--out {folder}: cannot be written ({error.strerror}).") from None
 
 
-def _describe_line(line: JudgedLine) -> dict[str, str]:
-    return {"name": line.line.name, "title": line.line.title, "verdict": line.verdict}
+def _describe_line(line: JudgedLine, counts: Mapping[str, int]) -> dict[str, Any]:
+    """Return a line for the mark, with the larger of its own number of items and that of an earlier mark."""
+    name = line.line.name
+    n = max(line.comparison.n, counts.get(name, 0))
+    return {"name": name, "title": line.line.title, "verdict": line.verdict, "n": n}
 
 
-def _find_still_blocking(tuned: str, judged: Sequence[JudgedLine]) -> tuple[dict[str, str], ...]:
-    """Return the lines for which an earlier gate marked the result and which did not run in this one."""
-    marked = read_mark(tuned) if is_on_disk(tuned) else None
-    names = {line.line.name for line in judged}
-    return tuple(line for line in marked or () if line["name"] not in names)
+def _find_still_blocking(tuned: str, judged: Sequence[JudgedLine]) -> tuple[dict[str, Any], ...]:
+    """Return the lines for which an earlier gate marked the result and which this one does not clear, with the reason.
+
+    A line is cleared if it is safe, or not worse on at least as many items: fewer would clear what they cannot see.
+    """
+    lines, kept = {line.line.name: line for line in judged}, list[dict[str, Any]]()
+    for marked in (read_mark(tuned) if is_on_disk(tuned) else None) or ():
+        line, num_before = lines.get(marked["name"]), marked.get("n")
+        if line is None:
+            kept.append({**marked, "reason": "not run in this one"})
+        elif line.verdict == "undecided" and (num_before is None or line.comparison.n < num_before):
+            before = "" if num_before is None else f", which had {num_before:,}"
+            count = format_count(line.comparison.n, "item")
+            kept.append({**marked, "reason": f"undecided on {count} in this one{before}"})
+    return tuple(kept)

@@ -31,8 +31,8 @@ class GateReport:
         warnings: What to know before the verdicts, such as a line that is too small to find anything.
         commands: What trains the result again with the remedies of all lines.
         tables: Further measurements that have no verdict, by name.
-        still_blocking: Lines for which an earlier gate stopped the result and which did not run in this one, each with
-            ``name``, ``title`` and ``verdict``.
+        still_blocking: Lines for which an earlier gate stopped the result and which this one does not clear, each with
+            ``name``, ``title``, ``verdict``, ``reason`` and, if it is known, ``n``.
     """
 
     base: str
@@ -92,15 +92,16 @@ class GateReport:
 
     def to_junit(self) -> str:
         """Return the report as JUnit XML: a blocking line is a failure; one that is undecided or not run is skipped."""
-        stopped = {line["name"]: line["verdict"] for line in self.still_blocking}
+        stopped = {line["name"]: line for line in self.still_blocking}
         others = [name for name in self.not_run if name not in stopped]
-        blocking = {line.line.name for line in self.blocking}
+        names = {line.line.name for line in self.lines}
+        blocking = {line.line.name for line in self.blocking} | (stopped.keys() & names)
         num_undecided = sum(line.verdict == "undecided" and line.line.name not in blocking for line in self.lines)
         suite = ElementTree.Element(
             "testsuite",
             name="fctune gate",
-            tests=str(len(self.lines) + len(stopped) + len(others)),
-            failures=str(len(blocking) + len(stopped)),
+            tests=str(len(names | stopped.keys()) + len(others)),
+            failures=str(len(blocking | stopped.keys())),
             errors="0",
             skipped=str(num_undecided + len(others)),
         )
@@ -114,13 +115,15 @@ class GateReport:
 
         for line in self.lines:
             if line.line.name in blocking:
-                fail(line.line.name, line.verdict, line.describe())
+                found = stopped.get(line.line.name, {"verdict": line.verdict})
+                fail(line.line.name, found["verdict"], _describe_earlier(found) + line.describe())
             else:
                 case = add(line.line.name)
                 if line.verdict == "undecided":
                     ElementTree.SubElement(case, "skipped", message=_to_xml_text(f"undecided: {line.describe()}"))
-        for name, verdict in stopped.items():
-            fail(name, verdict, f"in an earlier gate; not run in this one: {self.not_run.get(name, 'not planned')}")
+        for name, earlier in stopped.items():
+            if name not in names:
+                fail(name, earlier["verdict"], _describe_earlier(earlier) + self.not_run.get(name, "not planned"))
         for name in others:
             ElementTree.SubElement(add(name), "skipped", message=_to_xml_text(f"not run: {self.not_run[name]}"))
         ElementTree.indent(suite)
@@ -134,6 +137,11 @@ class GateReport:
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n"
         write_atomically(path, text.encode("utf-8", "replace"))  # ids may have half of a surrogate pair
         return path
+
+
+def _describe_earlier(line: Mapping[str, Any]) -> str:
+    """Return the beginning of a failure's text for a line of an earlier gate; empty for one of this gate."""
+    return f"{line['verdict']} in an earlier gate; {line['reason']}: " if "reason" in line else ""
 
 
 def _to_xml_text(text: str) -> str:

@@ -423,6 +423,27 @@ def test_a_gate_without_the_line_that_stopped_a_model_does_not_release_it(
     assert "instructions (worse)" in capsys.readouterr().err
 
 
+def test_a_smaller_gate_does_not_clear_a_line_that_got_worse(
+    tiny_base: Path, copy_model: Callable[[Path, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned, cases, out = copy_model(tiny_base, "tuned"), tmp_path / "cases.jsonl", tmp_path / "out"
+    write_cases(cases, 3)
+    words = ["gate", "--base", str(tiny_base), "--tuned", str(tuned), "--cases", str(cases), "--out", str(out)]
+    words += ["--benchmarks", "none", "--max-new-tokens", "4", "--max-cases", "2"]
+    line = {"name": "abandoned", "title": "abandoned", "verdict": "worse"}
+    for count, code in ((200, 1), (4, 0)):
+        mark_not_released(tuned, [{**line, "n": count}], tmp_path / "gate.json")
+        assert main(words) == code
+        assert (tuned / "not_released").exists() == bool(code)
+        told = "worse in an earlier gate of this result, and undecided on 4 items in this one, which had 200"
+        assert (told in capsys.readouterr().out) == bool(code)
+        suite = ElementTree.parse(out / "gate.xml").getroot()
+        failed = [case.attrib["name"] for case in suite if case.find("failure") is not None]
+        assert failed == (["abandoned"] if code else [])
+        assert int(suite.attrib["failures"]) == len(failed)
+        assert int(suite.attrib["tests"]) == len(suite)
+
+
 def test_models_in_a_folder_named_export_do_not_share_a_mark(tmp_path: Path) -> None:
     first, second = tmp_path / "export" / "first", tmp_path / "export" / "second"
     for model in (first, second):
