@@ -14,7 +14,7 @@ import pytest
 
 from fctune.apps.gate import GateReport, run_gate
 from fctune.apps.gate.history import TrainingHistory, find_history
-from fctune.apps.gate.models import GateModel
+from fctune.apps.gate.models import GateModel, open_models
 from fctune.base.errors import ConfigError, DataError
 from fctune.cli import main
 from fctune.cli.gate import print_report
@@ -268,11 +268,12 @@ def test_a_held_out_set_in_the_training_rows_is_refused_by_name(
     trained.write_text("".join(json.dumps({"messages": [*row["messages"], answer]}) + "\n" for row in rows[:2]))
     config = GateConfig(benchmarks=[])
     with (
-        serve_rule(expected) as server,
+        serve_rule(expected) as base,
+        serve_rule(expected) as result,
         pytest.raises(DataError, match=r"2 of \d+ cases are in the training rows of .*rows.jsonl"),
     ):
-        run_gate(server.url, f"{server.url}/v1", tmp_path, cases=cases, rows=[str(trained)], config=config, **QUIET)
-    assert not server.bodies, "nothing is asked before"
+        run_gate(base.url, result.url, tmp_path, cases=cases, rows=[str(trained)], config=config, **QUIET)
+    assert not base.bodies, "nothing is asked before"
 
 
 def test_named_rows_are_searched_to_the_end_and_without_those_that_the_run_held_out(
@@ -327,6 +328,28 @@ def test_paths_with_brackets_are_printed_as_they_are(
     assert "runs/[/b] against" in printed
     assert "not run: one (no data in [/b])" in printed
     assert f"page: {out}/gate.html" in printed
+
+
+@pytest.mark.parametrize(
+    ("end", "base_name", "tuned_name", "is_same"),
+    [
+        ("/v1", None, None, True),
+        ("/", None, None, True),
+        ("", None, "tiny", True),
+        ("/v1/", "tiny", None, True),
+        ("/v1", "tiny", "other", False),
+    ],
+)
+def test_one_served_model_by_two_spellings_is_refused(
+    end: str, base_name: str | None, tuned_name: str | None, is_same: bool
+) -> None:
+    with serve_rule({}) as server:
+        words = (server.url, server.url + end, GateConfig(), base_name, tuned_name)
+        if not is_same:
+            open_models(*words)
+            return
+        with pytest.raises(ConfigError, match="are both the model tiny of one server"):
+            open_models(*words)
 
 
 @pytest.mark.parametrize(
