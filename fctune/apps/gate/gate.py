@@ -11,16 +11,17 @@ from typing import Any
 from fctune import __version__
 from fctune.apps.gate.history import TrainingHistory, find_history
 from fctune.apps.gate.lines import JudgedLine, Line, judge_lines
-from fctune.apps.gate.models import GateModel, ServerGoneError, is_on_disk, open_models
+from fctune.apps.gate.models import GateModel, ServerGoneError, open_models
 from fctune.apps.gate.outcomes import make_lines
 from fctune.apps.gate.page import Answers, write_gate_html
 from fctune.apps.gate.plan import Plan, make_plan
 from fctune.apps.gate.remedies import combine, find_remedies, make_commands
-from fctune.apps.gate.report import GateReport
+from fctune.apps.gate.report import NO_LINE, GateReport
 from fctune.apps.gate.served import ask_served, check_servers, make_tables
 from fctune.base.errors import ConfigError, DataError
 from fctune.config.intervals import format_count
 from fctune.config.sections.gate import GateConfig
+from fctune.engines.model_files import is_on_disk
 from fctune.runs.release import mark_not_released, read_mark, remove_mark
 from fctune.tasks.evaluation.held_out import HELD_OUT_FILE, find_run
 from fctune.tasks.evaluation.results import ResultsError
@@ -73,7 +74,7 @@ def run_gate(
     check_servers((before, after), config)
     path = _find_cases(cases or config.cases, tuned)
     plan, warnings = make_plan(path, config, options or {}, before.has_server or after.has_server)
-    history = find_history(tuned, rows) if is_on_disk(tuned) or rows else None
+    history = find_history(tuned, rows)
     if before.has_server or after.has_server:
         warnings.append("a server does not tell its chat template, so those of base and result are not compared")
     if plan.held_out is not None:
@@ -193,6 +194,8 @@ def _publish(report: GateReport, answers: Answers, folder: Path, tuned: str) -> 
                 counts = {line["name"]: line.get("n", 0) for line in read_mark(tuned) or ()}
                 kept = {line["name"]: line for line in report.still_blocking}
                 lines = {line.line.name: _describe_line(line, counts) for line in report.blocking}
+                if report.has_no_line and report.settings["require_safe"]:
+                    lines[NO_LINE] = {"name": NO_LINE, "title": "no line of the gate ran", "verdict": "undecided"}
                 mark_not_released(tuned, list((lines | kept).values()), path)
             else:
                 remove_mark(tuned)
@@ -216,6 +219,8 @@ def _find_still_blocking(tuned: str, judged: Sequence[JudgedLine]) -> tuple[dict
     lines, kept = {line.line.name: line for line in judged}, list[dict[str, Any]]()
     for marked in (read_mark(tuned) if is_on_disk(tuned) else None) or ():
         line, num_before = lines.get(marked["name"]), marked.get("n")
+        if marked["name"] == NO_LINE and judged:
+            continue
         if line is None:
             kept.append({**marked, "reason": "not run in this one"})
         elif line.verdict == "undecided" and (num_before is None or line.comparison.n < num_before):

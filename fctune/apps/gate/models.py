@@ -19,7 +19,7 @@ from fctune.data.chat_template import MissingTemplateError, load_tokenizer
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import read_template_args
 from fctune.engines.engine import Engine, Sampling
-from fctune.engines.model_files import ModelFiles, is_server
+from fctune.engines.model_files import ModelFiles
 from fctune.engines.opening import find_files, open_engine
 from fctune.engines.server import ServerEngine
 from fctune.tasks.evaluation.results import ResultsFile
@@ -208,11 +208,6 @@ def open_models(
     before.template = ChosenTemplate(f"{tuned}'s", other)
     before.template_args = other_args
     return before, after
-
-
-def is_on_disk(model: str) -> bool:
-    """Return True for a model on this machine, which may have a run and a mark."""
-    return not is_server(model) and not model.startswith("hf:")
 
 
 def _is_same_served(before: GateModel, after: GateModel, config: GateConfig) -> bool:

@@ -46,8 +46,10 @@ Answers = Mapping[str, Mapping[str, Mapping[str, Row]]]
 
 def write_gate_html(report: GateReport, answers: Answers, path: Path) -> None:
     """Write the page of a report."""
-    blocked = " Blocked: fctune serve and fctune push refuse it." if report.is_blocked else ""
-    page = Page(f"Gate: {Path(report.tuned).name}", _HEADLINES[report.verdict] + blocked, _TONES[report.verdict])
+    headline = _HEADLINES[report.verdict] if report.lines else "Undecided: no line ran."
+    if block := report.describe_block():
+        headline += f" {block[0].upper()}{block[1:]}."
+    page = Page(f"Gate: {Path(report.tuned).name}", headline, _TONES[report.verdict])
     counts = {verdict: sum(line.verdict == verdict for line in report.lines) for verdict in _TONES}
     tiles: list[Tile] = [(f"{n:,}", verdict, _TONES[verdict] if n else "") for verdict, n in counts.items()]
     page.add_tiles([*tiles, (f"{len(report.not_run):,}", "not run", "warn" if report.not_run else "")])

@@ -12,8 +12,11 @@ from xml.etree import ElementTree
 
 from fctune.apps.gate.lines import JudgedLine, Verdict
 from fctune.base.files import write_atomically
+from fctune.engines.model_files import is_on_disk
+from fctune.runs.release import find_mark
 
 SCHEMA_VERSION = 1
+NO_LINE = "gate"  # name of what blocks a result of which no line ran
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -58,6 +61,21 @@ class GateReport:
         return self.verdict == "worse" or is_unsafe or bool(self.still_blocking)
 
     @property
+    def has_no_line(self) -> bool:
+        """True if no line ran."""
+        return not self.lines
+
+    def describe_block(self) -> str:
+        """Return what keeps a blocked result from its release, for people; empty if it is not blocked."""
+        if not self.is_blocked:
+            return ""
+        if not is_on_disk(self.tuned):
+            return (
+                f"blocked, and no mark can be written for {self.tuned}, which is not on this machine: do not release it"
+            )
+        return f"blocked: fctune serve, push and export refuse it; mark: {find_mark(self.tuned)}"
+
+    @property
     def blocking(self) -> tuple[JudgedLine, ...]:
         """The lines that block."""
         kinds = ("worse", "undecided") if self.settings["require_safe"] else ("worse",)
@@ -95,6 +113,8 @@ class GateReport:
         stopped = {line["name"]: line for line in self.still_blocking}
         others = [name for name in self.not_run if name not in stopped]
         names = {line.line.name for line in self.lines}
+        if self.has_no_line and self.is_blocked and NO_LINE not in stopped:
+            stopped[NO_LINE] = {"name": NO_LINE, "verdict": "undecided"}
         blocking = {line.line.name for line in self.blocking} | (stopped.keys() & names)
         num_undecided = sum(line.verdict == "undecided" and line.line.name not in blocking for line in self.lines)
         suite = ElementTree.Element(
@@ -123,7 +143,12 @@ class GateReport:
                     ElementTree.SubElement(case, "skipped", message=_to_xml_text(f"undecided: {line.describe()}"))
         for name, earlier in stopped.items():
             if name not in names:
-                fail(name, earlier["verdict"], _describe_earlier(earlier) + self.not_run.get(name, "not planned"))
+                fail(
+                    name,
+                    earlier["verdict"],
+                    _describe_earlier(earlier)
+                    + self.not_run.get(name, "no line ran" if name == NO_LINE else "not planned"),
+                )
         for name in others:
             ElementTree.SubElement(add(name), "skipped", message=_to_xml_text(f"not run: {self.not_run[name]}"))
         ElementTree.indent(suite)

@@ -125,6 +125,19 @@ def test_lines_that_were_not_run_are_neither_passed_nor_failed_in_junit() -> Non
     strict = GateReport("a", "b", tuple(lines[2:]), {}, {"require_safe": True})
     assert (strict.verdict, strict.is_blocked) == ("undecided", True)
     assert GateReport("a", "b", (), {"all": "none"}, {"require_safe": False}).verdict == "undecided"
+    empty = GateReport("a", "b", (), {"all": "none"}, {"require_safe": True})
+    assert 'tests="2" failures="1" errors="0" skipped="1"' in empty.to_junit()
+    assert "no line ran" in empty.to_junit()
+
+
+def test_a_blocked_result_tells_where_its_mark_is_or_that_it_has_none(tmp_path: Path) -> None:
+    lines = tuple(judge_lines([make_line("bad", 10, 90, 0)], 0.1))
+    for tuned in ("http://host:8000", "hf:me/model"):
+        told = GateReport("a", tuned, lines, {}, {"require_safe": False}).describe_block()
+        assert "no mark can be written" in told
+        assert "serve" not in told
+    told = GateReport("a", str(tmp_path), lines, {}, {"require_safe": False}).describe_block()
+    assert told.endswith(f"mark: {tmp_path / 'not_released'}")
 
 
 def test_reports_hold_ids_of_any_character(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from fctune.data.sources.reader import parse_source
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.synthetic import iter_conversations
 from fctune.engines.opening import find_files
+from fctune.engines.server import ServerEngine
 from fctune.runs.release import mark_not_released, read_mark, remove_mark
 from fctune.tasks.judge import Row
 from fctune.tasks.suite import Suite
@@ -231,6 +232,10 @@ def test_a_gate_with_a_case_that_is_too_long_can_be_repeated(make_model: Callabl
     assert [row.get("error") is None for row in first.values()] == [True, False, True]
     assert model.ask(Suite("held_out", cases), config, tmp_path, False, lines.append) == first
     assert "3 cases, 2 of them answered before" in lines[1]
+
+
+def fail_always(handler: Handler, number: int, body: dict[str, Any]) -> None:
+    handler.send(400, '{"error": {"message": "too long"}}')
 
 
 def refuse(handler: Handler, number: int, body: dict[str, Any]) -> None:
@@ -444,6 +449,34 @@ def test_a_gate_without_the_line_that_stopped_a_model_does_not_release_it(
     assert [case.attrib["name"] for case in suite if case.find("failure") is not None] == ["text"]
     assert main(["serve", str(run), "--print"]) == 2
     assert "instructions (worse)" in capsys.readouterr().err
+
+
+def test_a_gate_of_which_no_line_ran_is_named_as_such(
+    tiny_base: Path, copy_model: Callable[[Path, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned, cases = copy_model(tiny_base, "tuned"), tmp_path / "cases.jsonl"
+    write_cases(cases, 3)
+    words = ["--cases", str(cases), "--out", str(tmp_path / "out"), "--benchmarks", "none", "--max-new-tokens", "4"]
+    with serve(fail_always) as base:
+        words = ["gate", "--base", base.url, "--tuned", str(tuned), *words]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ServerEngine, "find_outage", lambda engine: None)
+            assert main([*words, "--require-safe"]) == 1
+    assert "undecided: no line ran" in capsys.readouterr().out
+    assert main(["serve", str(tuned), "--print"]) == 2
+    assert "no line of the gate ran (undecided)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tuned", ["http://127.0.0.1:9/v1", "hf:me/model"])
+def test_a_result_that_is_no_path_is_of_no_run_in_this_directory(
+    tuned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"model": {"path": "another"}}}))
+    monkeypatch.chdir(tmp_path)
+    assert find_history(tuned) is None
+    named = find_history(tuned, ["rows.jsonl"])
+    assert named is not None
+    assert named.run is None
 
 
 def test_a_smaller_gate_does_not_clear_a_line_that_got_worse(
