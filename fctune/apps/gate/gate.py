@@ -84,7 +84,7 @@ def run_gate(
         del answers[before.side][name]
     lines, not_run, missing = make_lines(plan, answers[before.side], answers[after.side])
     judged, commands = _judge(lines, config.accepted_fall, history)
-    blind = [f"{line.line.name}: {why}" for line in judged if (why := line.blindness) is not None]
+    blind = [f"{line.line.name}: {why}" for line in judged if (why := line.blindness or line.shortage) is not None]
     tables = make_tables(answers[before.side], answers[after.side])
     settings = _describe(config, path, plan)
     still_blocking = _find_still_blocking(tuned, judged)

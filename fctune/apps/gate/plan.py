@@ -122,7 +122,7 @@ def plan_cases(
         plan = Plan(not_run=dict(not_run))
         if held_out is not None:
             plan.held_out = pair_held_out(held_out, size, config.seed)
-        plan.samples = [(sample, _choose(sample, suite, size, config.seed)) for sample, suite in loaded]
+        plan.samples = [(sample, _choose(sample, suite, size, config)) for sample, suite in loaded]
         return plan
 
     plan, warnings = choose(size := config.line_size), []
@@ -141,9 +141,10 @@ def plan_cases(
     return plan, warnings
 
 
-def _choose(sample: GateSample, suite: Suite, size: int, seed: int) -> Suite:
+def _choose(sample: GateSample, suite: Suite, size: int, config: GateConfig) -> Suite:
     cases: list[AnyCase] = suite.all_cases
-    chosen = choose_cases(cases, [case.id for case in cases], min(size, sample.max_cases), seed)
+    most = sample.thorough_cases if config.thorough and sample.thorough_cases else sample.max_cases
+    chosen = choose_cases(cases, [case.id for case in cases], min(size, most), config.seed)
     single = [case for case in chosen if isinstance(case, Case)]
     made = suite.with_cases(single, [case for case in chosen if not isinstance(case, Case)])
     made.name = sample.name

@@ -27,8 +27,9 @@ from fctune.models.hub import parse_name
 from fctune.models.planned_model import extend_architecture, find_architecture
 from fctune.parallel.search import LayoutSearch, Variant, list_overrides
 
-# Held-out cases that are aimed at: 200 pairs show a fall of about 10 points. Of few rows, a fifth at most is held out.
-_HELD_OUT, _MAX_SHARE, _MIN_SHARE = 200, 0.2, 0.02
+# Held-out cases that are aimed at: 200 pairs show a fall of about 10 points, 600 one of 5, which a thorough gate looks
+# for. Of few rows, a fifth at most is held out.
+_HELD_OUT, _THOROUGH_HELD_OUT, _MAX_SHARE, _MIN_SHARE = 200, 600, 0.2, 0.02
 # Conversations that the demo trains the tiny base on; a real model knows language, and needs fewer passes.
 _TINY_ROWS, _TINY_EPOCHS = 10_000, 10
 _EPOCHS = ((1_000, 4), (5_000, 3), (50_000, 2))  # of fewer conversations than this; of more, one
@@ -249,7 +250,9 @@ def size_config(
     if has_cases:
         draft.choose("data.validation_share", 0.0, "--cases gives the held-out cases")
     else:
-        share = min(_MAX_SHARE, max(_MIN_SHARE, round(_HELD_OUT / facts.conversations, 3)))
+        gate = draft.parse().gate
+        wanted = _THOROUGH_HELD_OUT if gate is not None and gate.thorough else _HELD_OUT
+        share = min(_MAX_SHARE, max(_MIN_SHARE, round(wanted / facts.conversations, 3)))
         count = f"about {share * facts.conversations:,.0f} of {rows} held out for the gate"
         if prepared is not None:
             count = f"{prepared.held_out:,} of {rows} held out, {format_count(prepared.cases, 'case')} for the gate"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fctune.apps.gate.plan import Plan
+from fctune.apps.gate.plan import Plan, _choose
 from fctune.config.sections.gate import GateConfig
 from fctune.data.conversation import Conversation, Message
 from fctune.tasks.benchmarks import GateSample
@@ -12,6 +12,13 @@ from fctune.tasks.benchmarks.when2call.cases import load_when2call
 from fctune.tasks.suite import Suite
 from fctune.tasks.task import Case
 from tests.tasks.benchmarks.when2call.when2call_rows import ROWS, write_rows
+
+
+def test_a_thorough_gate_asks_more_of_what_is_expensive() -> None:
+    sample = GateSample("x", "X", (), 10, thorough_cases=30)
+    suite = Suite("x", tuple(Case(str(i), "all", Conversation((Message("user", "?"),)), ()) for i in range(50)))
+    sizes = [len(_choose(sample, suite, 600, GateConfig(thorough=thorough)).cases) for thorough in (False, True)]
+    assert sizes == [10, 30]
 
 
 def test_the_budget_counts_what_each_suite_may_generate(tmp_path: Path) -> None:

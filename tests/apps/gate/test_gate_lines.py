@@ -115,6 +115,17 @@ def test_a_line_that_finds_nothing_says_why(counts: Sequence[int], words: str) -
     assert words in str(judged.blindness)
 
 
+@pytest.mark.parametrize(("tolerance", "needed"), [(0.1, 35), (0.05, 73), (0.2, 16)])
+def test_a_line_too_small_ever_to_be_safe_says_so(tolerance: float, needed: int) -> None:
+    (enough,) = judge_lines([make_line("one", needed, 0, 0)], tolerance)
+    assert (enough.verdict, enough.shortage) == ("safe", None)
+    (short,) = judge_lines([make_line("one", needed - 1, 0, 0)], tolerance)
+    assert short.verdict == "undecided"
+    assert f"{needed - 1} items are too few for safe: even if no answer changes, that takes {needed}" in str(
+        short.shortage
+    )
+
+
 def test_lines_that_were_not_run_are_neither_passed_nor_failed_in_junit() -> None:
     lines = judge_lines([make_line("good", 100, 0, 0), make_line("b\x01ad", 10, 90, 0), make_line("dim", 9, 1, 0)], 0.1)
     report = GateReport("a", "b", tuple(lines), {"other": "no data\ud800"}, {"require_safe": False})

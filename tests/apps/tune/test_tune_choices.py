@@ -86,6 +86,8 @@ def test_few_rows_get_small_batches_and_several_passes_and_many_rows_the_usual()
     many, _ = choose("fctune/assets/tiny_base", CPU, RowFacts(60_000, 12_000_000, 300))
     assert (few.epochs, few.data.validation_share, few.global_batch_size) == (10, 0.2, 1)
     assert (many.epochs, many.data.validation_share, many.global_batch_size) == (1, 0.02, 2)
+    thorough, _ = choose("fctune/assets/tiny_base", CPU, RowFacts(6_000, 1_200_000, 300), "gate.thorough=true")
+    assert thorough.data.validation_share == 0.1, "600 cases for falls of 5 points"
     for config in (few, many):
         assert (config.precision, config.compile) == ("fp32", False)  # no GPU
         assert config.gate is not None
