@@ -9,9 +9,10 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fctune.apps.tune.rows import RowSurvey
     from fctune.config.schema import RunConfig
     from fctune.data.check import Report
+    from fctune.data.conversation import Conversation
     from fctune.data.prepared_set import PreparedSet
     from fctune.tasks.task import Case
 
@@ -48,6 +50,7 @@ _CONFIG = "tune.yaml"
 _GATE, _PAGE, _ROWS = "gate", "report.html", "rows"
 _CLEANINGS = ("invalid", *REDACT_KINDS)
 _CLEANED = ["invalid", "secrets"]  # by --clean alone
+_MAX_MEASURED = 600  # answers, as many as are held out for a gate at most
 _GIB = 1024**3
 # Keys that options of the command set.
 _OPTIONS = {"output_dir": "--out", "model.path": "--model", "data.sources": "--data", "gate.cases": "--cases"}
@@ -400,7 +403,14 @@ class _Tune:
             config, prepared = self._prepare(found | {"split": {"has_augment": False}})
         for line in describe_counts(prepared):
             self.say(f"  {line}")
-        from fctune.tasks.evaluation.held_out import NothingHeldOutError, find_asked, make_held_out_cases
+        from fctune.data.conversation import Message
+        from fctune.tasks.evaluation.held_out import (
+            NothingHeldOutError,
+            cut_after_answer,
+            find_asked,
+            iter_held_out_conversations,
+            make_held_out_cases,
+        )
 
         if self.options.cases is not None:
             from fctune.apps.tune.rows import require_unseen
@@ -409,8 +419,16 @@ class _Tune:
 
             given = load_suite(self.options.cases, has_multi_turn=True).all_cases
             require_unseen(len(find_asked(given, config.data)), self.options)
-            self._check_gate([case for case in given if isinstance(case, Case)], config)
-            return {"has_augment": has_augment, "prepared": _count_prepared(prepared, len(given))}
+            answered = [
+                replace(case.prompt, messages=(*case.prompt.messages, Message("assistant", None, case.expected)))
+                for case in given
+                if isinstance(case, Case) and case.expected
+            ]
+            counts = _count_prepared(prepared, len(given)) | self._measure_answers(config, answered)
+            result = {"has_augment": has_augment, "prepared": counts}
+            sized = self._draft_sized(found | {"split": result})[0].parse()
+            self._check_gate([case for case in given if isinstance(case, Case)], sized)
+            return result
 
         try:
             cases, num_leaked = make_held_out_cases(config.data, prepared)
@@ -424,13 +442,24 @@ class _Tune:
                 "nothing is left to judge the result with: rows to train on ask the questions of all held-out rows, "
                 "because rows repeat each other. Add rows with other questions, or pass --cases FILE."
             )
-        self._check_gate(cases, config)
         calls = sum(bool(case.expected) for case in cases)
         self.say(f"  held out to judge with: {format_count(len(cases), 'case')}, {calls:,} with a call")
         if num_leaked:
             count = format_count(num_leaked, "held-out case")
             self.say(f"  left out of them: {count} whose questions rows to train on ask as well", "yellow")
-        return {"has_augment": has_augment, "prepared": _count_prepared(prepared, len(cases))}
+        held_out = (cut_after_answer(row) for row in iter_held_out_conversations(config.data, prepared))
+        measured = self._measure_answers(config, islice(filter(None, held_out), _MAX_MEASURED))
+        result = {"has_augment": has_augment, "prepared": _count_prepared(prepared, len(cases)) | measured}
+        self._check_gate(cases, self._draft_sized(found | {"split": result})[0].parse())
+        return result
+
+    def _measure_answers(self, config: RunConfig, conversations: Iterable[Conversation]) -> dict[str, Any]:
+        """Return the fields of ``PreparedFacts`` on the answers to judge with, each the last one of a conversation."""
+        from fctune.apps.tune.rows import measure_answers
+        from fctune.models.run_config import resolve_base
+
+        longest, prints_reasoning = measure_answers(config, resolve_base(config), conversations)
+        return {"answer_tokens": longest, "prints_reasoning": prints_reasoning}
 
     def _prepare(self, found: dict[str, Any]) -> tuple[RunConfig, PreparedSet]:
         from fctune.cli.data import prepare_rows

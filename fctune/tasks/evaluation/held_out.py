@@ -350,12 +350,25 @@ def _take_held_out(
         yield row.conversation, digest
 
 
-def _make_case(conversation: Conversation, name: str) -> Case | None:
+def cut_after_answer(conversation: Conversation) -> Conversation | None:
+    """Return a conversation up to the answer that its case asks for, which is included; None if it makes no case."""
+    index = _find_answer(conversation)
+    return None if index is None else replace(conversation, messages=conversation.messages[: index + 1])
+
+
+def _find_answer(conversation: Conversation) -> int | None:
     messages = conversation.messages
     answers = [index for index, message in enumerate(messages) if message.role == "assistant" and index > 0]
     if not answers or not conversation.tools:
         return None
-    index = next((index for index in answers if messages[index].calls), answers[-1])
+    return next((index for index in answers if messages[index].calls), answers[-1])
+
+
+def _make_case(conversation: Conversation, name: str) -> Case | None:
+    messages = conversation.messages
+    index = _find_answer(conversation)
+    if index is None:
+        return None
     expected = messages[index].calls
     prompt = replace(conversation, messages=messages[:index])
     return Case(id=name, category="call" if expected else "no_call", prompt=prompt, expected=expected)

@@ -191,6 +191,18 @@ def test_cases_that_were_made_are_told_apart_and_decide_the_cause() -> None:
         )
 
 
+def test_answers_that_are_cut_are_told_and_are_no_right_refusals() -> None:
+    names = [f"c{i}" for i in range(10)]
+    suite = Suite("held_out", tuple(Case(i, "no_call", Conversation((Message("user", "Hi"),), ()), ()) for i in names))
+    held_out = HeldOutCases(suite, suite.cases, (), tuple(names), (), (), "")
+    plain = {i: {"id": i, "verdict": "correct", "calls": [], "is_cut": False} for i in names}
+    cut = plain | {"c3": {**plain["c3"], "is_cut": True}}
+    lines, _, warnings = make_lines(Plan(held_out), {"held_out": plain}, {"held_out": cut})
+    (line,) = (line for line in lines if line.name == "over_calling")
+    assert [outcome.id for outcome in line.outcomes if not outcome.after] == ["c3"]
+    assert warnings[0].startswith("held_out: 1 of 10 answers of the result were cut off at the limit of tokens")
+
+
 def test_mistakes_in_calls_are_compared_where_the_base_calls() -> None:
     """A base that calls nothing invents nothing, which is no merit that a result could lose."""
     names = [f"c{i}" for i in range(6)]

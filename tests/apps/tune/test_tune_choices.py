@@ -194,6 +194,19 @@ def test_rows_without_a_call_that_repeat_each_other_count_once() -> None:
     assert reasons["data.augment.take_away"].startswith("12 of 314 different requests with tools call none")
 
 
+@pytest.mark.parametrize(
+    ("answer", "thinks", "longest", "limit"), [(40, False, 300, 256), (700, True, 900, 1920), (700, True, 40_000, 960)]
+)
+def test_the_gate_gives_answers_the_room_of_the_longest(answer: int, thinks: bool, longest: int, limit: int) -> None:
+    architecture, _, _ = find_architecture("hf:Qwen/Qwen3-8B")
+    draft, _ = draft_config("hf:Qwen/Qwen3-8B", architecture, H100, Path("out/run"), ROWS, [])
+    prepared = PreparedFacts(91, 91_000, 54, 52, answer_tokens=answer, prints_reasoning=thinks)
+    size_config(draft, RowFacts(360, 100_000, longest), architecture, H100, False, prepared)
+    gate = draft.parse().gate
+    assert gate is not None
+    assert gate.max_new_tokens == limit
+
+
 def test_the_numbers_of_the_prepared_set_take_the_place_of_estimates() -> None:
     facts = RowFacts(360, 100_000, 300)
     architecture, _, _ = find_architecture("fctune/assets/tiny_base")
