@@ -15,8 +15,6 @@ from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
 from fctune.tasks.task import AnswerCase, AnyCase, Case
 
-_ANSWERS_PER_TURN = 4  # of a multi-turn case, when the budget is planned
-
 
 @dataclass
 class Plan:
@@ -38,25 +36,36 @@ class Plan:
         return [*([self.held_out.suite] if self.held_out else []), *(suite for _, suite in self.samples)]
 
     def count_answers(self, config: GateConfig) -> int:
-        """Return the number of answers that one model is planned to give; see ``served`` for those asked again."""
-        again = 0
-        if self.held_out is not None:
-            again += len(self.held_out.suite.cases) if config.streamed else 0
-            again += len(self.held_out.calls) if config.guided else 0
-        return again + sum(
-            1 if isinstance(case, Case) else _ANSWERS_PER_TURN * len(case.turns)
-            for suite in self.suites
-            for case in suite.all_cases
+        """Return the most answers that one model may give; see ``served`` for those asked again."""
+        return self._count_again(config) + sum(
+            _count_answers(case) for suite in self.suites for case in suite.all_cases
         )
 
     def count_tokens(self, config: GateConfig) -> int:
         """Return the most tokens that one model may generate; a multiple-choice case has none."""
-        generated = self.count_answers(config) * config.max_new_tokens
+        generated = 0
         for suite in self.suites:
-            num_chosen = sum(isinstance(case, AnswerCase) and bool(case.choices) for case in suite.cases)
-            more = max(config.max_new_tokens, suite.max_new_tokens or 0) - config.max_new_tokens
-            generated += more * (len(suite.cases) - num_chosen) - num_chosen * config.max_new_tokens
+            limit = max(config.max_new_tokens, suite.max_new_tokens or 0)
+            answers = sum(_count_answers(case) for case in suite.all_cases if not _is_choice(case))
+            if self.held_out is not None and suite is self.held_out.suite:
+                answers += self._count_again(config)
+            generated += limit * answers
         return generated
+
+    def _count_again(self, config: GateConfig) -> int:
+        if self.held_out is None:
+            return 0
+        streamed = len(self.held_out.suite.cases) if config.streamed else 0
+        return streamed + (len(self.held_out.calls) if config.guided else 0)
+
+
+def _count_answers(case: AnyCase) -> int:
+    """Return the most answers to a case: a turn may end with one more than the steps that call."""
+    return 1 if isinstance(case, Case) else len(case.turns) * (case.max_steps + 1)
+
+
+def _is_choice(case: AnyCase) -> bool:
+    return isinstance(case, AnswerCase) and bool(case.choices)
 
 
 def make_plan(
