@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any, Literal
 
 from fctune.config.intervals import format_count
@@ -33,6 +35,7 @@ class Line:
         outcomes: The items, each asked of both models.
         note: Where the items come from, or what they leave out.
         cause: Where the causes of a fall are looked for (see ``remedies``); empty: under the name.
+        suite: Name of the suite that the items are of; suites may share ids.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Line:
     outcomes: Sequence[PairedOutcome]
     note: str = ""
     cause: str = ""
+    suite: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,18 @@ class JudgedLine:
         if right < n / 2:
             return f"the base gets only {right:,} of {n:,} right, too few for a fall to show"
         return f"{format_count(n, 'item is', 'items are')} too few to show a fall, however large"
+
+    @property
+    def shortage(self) -> str | None:
+        """Why the line is undecided even if no answer changes; None if it need not be."""
+        n, z = self.comparison.n, NormalDist().inv_cdf(0.975)
+        needed = math.floor(z**2 * (1 - self.tolerance) / self.tolerance) + 1  # Tango's bound is -z**2 / (n + z**2)
+        if n >= needed or self.verdict != "undecided":
+            return None
+        return (
+            f"{format_count(n, 'item is', 'items are')} too few for safe: even if no answer changes, that takes "
+            f"{needed:,} with a tolerance of {100 * self.tolerance:g} points"
+        )
 
     @property
     def fall_found(self) -> str:
