@@ -21,7 +21,7 @@ from fctune.models.base_weights import plan_base, read_rows
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import copy_full_
 from fctune.models.precision import wide_dtype
-from fctune.models.untrained_tokens import MAX_DISTANCE
+from fctune.models.untrained_tokens import find_untrained_rows
 
 
 class TokenRows(nn.Module):
@@ -135,20 +135,11 @@ def init_token_rows_(model: CausalLM, model_dir: Path) -> None:
     for name, module in ends:
         weight = model.architecture.to_hf_name(f"{name}.weight")
         rows = read_rows(plan, weight, module.ids)
-        equal = _find_equal(rows)
+        found = find_untrained_rows(rows, range(len(rows)), range(len(rows)))
+        equal = [index for index, (duplicate, _) in found.items() if duplicate is not None]
         for index, pieces in _split_tokens(model_dir, [module.ids[i] for i in equal], equal).items():
             rows[index] = read_rows(plan, weight, pieces).double().mean(0).to(rows.dtype)
         copy_full_(module.token_rows, rows)
-
-
-def _find_equal(rows: Tensor) -> list[int]:
-    """Return the rows that equal another of them, by the measure of ``fctune.models.untrained_tokens``."""
-    wide = rows.double()
-    norms = torch.linalg.vector_norm(wide, dim=1)
-    distances = torch.cdist(wide, wide, compute_mode="donot_use_mm_for_euclid_dist")
-    distances.fill_diagonal_(torch.inf)
-    is_equal = distances < MAX_DISTANCE * torch.maximum(norms[:, None], norms)
-    return torch.nonzero(is_equal.any(dim=1)).flatten().tolist()
 
 
 def _split_tokens(model_dir: Path, tokens: Sequence[int], indices: Sequence[int]) -> dict[int, list[int]]:

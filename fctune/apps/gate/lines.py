@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import NormalDist
 from typing import Any, Literal
 
 from fctune.config.intervals import format_count
@@ -15,6 +13,7 @@ from fctune.tasks.evaluation.paired import (
     PairedOutcome,
     adjust_p_values,
     compare_outcomes,
+    fewest_pairs,
     find_smallest_fall,
 )
 
@@ -118,8 +117,7 @@ class JudgedLine:
     @property
     def shortage(self) -> str | None:
         """Why the line is undecided even if no answer changes; None if it need not be."""
-        n, z = self.comparison.n, NormalDist().inv_cdf(0.975)
-        needed = math.floor(z**2 * (1 - self.tolerance) / self.tolerance) + 1  # Tango's bound is -z**2 / (n + z**2)
+        n, needed = self.comparison.n, fewest_pairs(self.tolerance)
         if n >= needed or self.verdict != "undecided":
             return None
         return (
