@@ -121,12 +121,17 @@ def train_tokens_(model: CausalLM, ids: Sequence[int]) -> None:
         model.replace_ends_(trained, TokenHead(head_module.weight, ordered))
 
 
-def init_token_rows_(model: CausalLM, model_dir: Path) -> None:
-    """Set the trained rows to the base's, in place, so that the model starts as its base; equal ones are told apart.
+def init_token_rows_(model: CausalLM, model_dir: Path, separates: bool = True) -> None:
+    """Set the trained rows to the base's, in place, so that the model starts as its base; separate equal ones.
 
     Two tokens with equal rows, such as the opening and the closing marker of calls in a base that never saw them, get
     nearly equal gradients until something tells them apart: their rows start as the mean of the rows of their text's
     pieces. Each rank reads the rows from the base's files, which needs no communication, and keeps its shard.
+
+    Args:
+        model: Model with its trained rows, sharded or not.
+        model_dir: Folder of the base.
+        separates: Separate equal rows; without it, the model's outputs are exactly the base's.
     """
     ends = [(name, module) for name, module in model.named_modules() if isinstance(module, TokenRows)]
     if not ends:
@@ -135,7 +140,7 @@ def init_token_rows_(model: CausalLM, model_dir: Path) -> None:
     for name, module in ends:
         weight = model.architecture.to_hf_name(f"{name}.weight")
         rows = read_rows(plan, weight, module.ids)
-        found = find_untrained_rows(rows, range(len(rows)), range(len(rows)))
+        found = find_untrained_rows(rows, range(len(rows)), range(len(rows))) if separates else {}
         equal = [index for index, (duplicate, _) in found.items() if duplicate is not None]
         for index, pieces in _split_tokens(model_dir, [module.ids[i] for i in equal], equal).items():
             rows[index] = read_rows(plan, weight, pieces).double().mean(0).to(rows.dtype)

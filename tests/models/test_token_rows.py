@@ -20,7 +20,7 @@ from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_adapter, export_merged
-from fctune.models.token_rows import trained_token_ids
+from fctune.models.token_rows import init_token_rows_, trained_token_ids
 from tests.models.model_samples import ALL_MODULES, draw_tokens, load_model, load_reference
 
 IDS = (7, 1404, 3)
@@ -91,6 +91,9 @@ def test_equal_rows_start_as_the_mean_of_their_texts_pieces(
         torch.testing.assert_close(started[0].data, base[[0, 2, 3, 4, 5]].mean(0), rtol=1e-6, atol=1e-8)
         torch.testing.assert_close(started[1].data, base[[1, 2, 3, 4, 5]].mean(0), rtol=1e-6, atol=1e-8)
         torch.testing.assert_close(started[2].data, base[ids[2]], rtol=0, atol=0)  # unlike any other
+    init_token_rows_(model, path, separates=False)
+    for matrix, started in zip(matrices, rows.values(), strict=True):
+        torch.testing.assert_close(started.data, weights[matrix][ids].double(), rtol=0, atol=0)
     alone = load_model(path, ADAPTER, torch.float64, ids[:1])  # nothing to tell it apart from
     started = next(p for name, p in alone.named_parameters() if name.endswith("token_rows"))
     torch.testing.assert_close(started[0].data, weights[matrices[0]][ids[0]].double(), rtol=0, atol=0)
