@@ -455,6 +455,8 @@ def check_outputs(sources: Sequence[str], outputs: Mapping[str, Path | None]) ->
     """
     from fctune.data.sources.reader import list_files
 
+    if not any(outputs.values()):
+        return
     local = [source for source in sources if not source.startswith(("hf:", "synthetic:"))]
     files = {os.path.realpath(file) for source in local for file in list_files(source)}
     written: dict[str, str] = {}

@@ -192,6 +192,9 @@ def _print_verdict(console: Console, report: GateReport) -> None:
         "undecided": "undecided: no line is worse, but not all are shown to have fallen by less than {}",
         "safe": "safe: every line that ran fell by less than {}",
     }[report.verdict].format(f"{100 * tolerance:g} points")
-    blocked = "; blocked: fctune serve and fctune push refuse it" if report.is_blocked else ""
+    if not report.lines:
+        text = "undecided: no line ran"
+    blocked = f"; {block}" if (block := report.describe_block()) else ""
     more = f"; {format_count(len(report.not_run), 'line')} not run" if report.not_run else ""
-    console.print(f"{text}{more}{blocked}", style=_STYLES[report.verdict], soft_wrap=True, highlight=False)
+    shown = f"{text}{more}{blocked}"
+    console.print(shown, style=_STYLES[report.verdict], soft_wrap=True, markup=False, highlight=False)

@@ -44,7 +44,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _push(arguments: argparse.Namespace) -> int:
-    from fctune.apps.push.card import FILE_NAME, WRITTEN_BY, make_model_card
+    from fctune.apps.push.card import FILE_NAME, WRITTEN_BY, add_mark, make_model_card
     from fctune.apps.push.upload import find_export, find_local_base, find_visibility, plan_upload, push
     from fctune.runs.release import require_released
     from fctune.tasks.evaluation.accuracy import find_accuracies
@@ -60,11 +60,16 @@ def _push(arguments: argparse.Namespace) -> int:
         return 0
     path = export / FILE_NAME
     try:
-        is_ours = not path.exists() or WRITTEN_BY in path.read_text(encoding="utf-8")
+        is_inside = path.resolve().is_relative_to(export.resolve())  # a link elsewhere is not uploaded
+        own = path.read_text(encoding="utf-8") if path.exists() and is_inside else ""
+        is_ours = not path.exists() or WRITTEN_BY in own
     except (OSError, ValueError) as error:
         raise _unusable_card(path, error) from None
     environment = read_environment()
-    upload = plan_upload(export, card if is_ours else None)
+    uploaded = card if is_ours else add_mark(export, own)
+    if not is_ours and uploaded != own:
+        _note(f"{path}: uploaded with the lines on which fctune gate stopped the model added to it.")
+    upload = plan_upload(export, None if uploaded == own else uploaded)
     visibility = find_visibility(arguments.name, environment)
     _list(upload, arguments.name, visibility, arguments.public)
     if (base := find_local_base(export)) is not None:

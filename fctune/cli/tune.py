@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fctune.apps.tune.progress import RUN, Progress
+from fctune.apps.tune.progress import GATE_SETTINGS, RUN, Progress, split_settings
 from fctune.base.errors import ConfigError, DataError, Interrupted
 from fctune.base.terminal import Terminal, escape_controls
 from fctune.cli.data_rows import (
@@ -39,13 +41,16 @@ if TYPE_CHECKING:
     from fctune.apps.tune.rows import RowSurvey
     from fctune.config.schema import RunConfig
     from fctune.data.check import Report
+    from fctune.data.conversation import Conversation
     from fctune.data.prepared_set import PreparedSet
+    from fctune.tasks.task import Case
 
 _TINY = "fctune/assets/tiny_base"
 _CONFIG = "tune.yaml"
 _GATE, _PAGE, _ROWS = "gate", "report.html", "rows"
 _CLEANINGS = ("invalid", *REDACT_KINDS)
 _CLEANED = ["invalid", "secrets"]  # by --clean alone
+_MAX_MEASURED = 600  # answers, as many as are held out for a gate at most
 _GIB = 1024**3
 # Keys that options of the command set.
 _OPTIONS = {"output_dir": "--out", "model.path": "--model", "data.sources": "--data", "gate.cases": "--cases"}
@@ -214,7 +219,8 @@ class _Tune:
         from fctune.apps.tune.machine import find_machine
 
         for change in self.progress.accept(self._list_inputs()):
-            self.say(f"changed since the last time: {change}; starting again", "yellow")
+            how = "judging" if self.progress.has_training_begun else "starting"
+            self.say(f"changed since the last time: {change}; {how} again", "yellow")
         self.machine = find_machine(self.arguments.gpus)
         self._forget_stale_plan()
         found: dict[str, Any] = {}
@@ -224,6 +230,7 @@ class _Tune:
             self.say("not trained (--plan-only). Next: the same command without it")
             return 0
         self._check_config(found["plan"])
+        self._update_gate(found)
         if (code := self._train(found["plan"])) != 0:
             return code
         found["gate"] = self._do("gate", self._judge, self.out / _GATE / "gate.json")
@@ -272,7 +279,7 @@ class _Tune:
         inputs["--where"] = " and ".join(map(str, given.where))
         inputs["--columns"] = json.dumps(read_columns(given))
         inputs["--clean"] = ",".join(given.clean)
-        inputs["settings"] = shlex.join(given.settings)
+        inputs |= split_settings(given.settings)
         digests = FileDigests()
         local = [path for path in given.data if not path.startswith(("hf:", "synthetic:"))]
         files = [str(file) for path in local for file in list_files(path)]
@@ -396,15 +403,32 @@ class _Tune:
             config, prepared = self._prepare(found | {"split": {"has_augment": False}})
         for line in describe_counts(prepared):
             self.say(f"  {line}")
-        from fctune.tasks.evaluation.held_out import NothingHeldOutError, find_asked, make_held_out_cases
+        from fctune.data.conversation import Message
+        from fctune.tasks.evaluation.held_out import (
+            NothingHeldOutError,
+            cut_after_answer,
+            find_asked,
+            iter_held_out_conversations,
+            make_held_out_cases,
+        )
 
         if self.options.cases is not None:
             from fctune.apps.tune.rows import require_unseen
             from fctune.tasks.suite_files import load_suite
+            from fctune.tasks.task import Case
 
             given = load_suite(self.options.cases, has_multi_turn=True).all_cases
             require_unseen(len(find_asked(given, config.data)), self.options)
-            return {"has_augment": has_augment, "prepared": _count_prepared(prepared, len(given))}
+            answered = [
+                replace(case.prompt, messages=(*case.prompt.messages, Message("assistant", None, case.expected)))
+                for case in given
+                if isinstance(case, Case) and case.expected
+            ]
+            counts = _count_prepared(prepared, len(given)) | self._measure_answers(config, answered)
+            result = {"has_augment": has_augment, "prepared": counts}
+            sized = self._draft_sized(found | {"split": result})[0].parse()
+            self._check_gate([case for case in given if isinstance(case, Case)], sized)
+            return result
 
         try:
             cases, num_leaked = make_held_out_cases(config.data, prepared)
@@ -423,7 +447,19 @@ class _Tune:
         if num_leaked:
             count = format_count(num_leaked, "held-out case")
             self.say(f"  left out of them: {count} whose questions rows to train on ask as well", "yellow")
-        return {"has_augment": has_augment, "prepared": _count_prepared(prepared, len(cases))}
+        held_out = (cut_after_answer(row) for row in iter_held_out_conversations(config.data, prepared))
+        measured = self._measure_answers(config, islice(filter(None, held_out), _MAX_MEASURED))
+        result = {"has_augment": has_augment, "prepared": _count_prepared(prepared, len(cases)) | measured}
+        self._check_gate(cases, self._draft_sized(found | {"split": result})[0].parse())
+        return result
+
+    def _measure_answers(self, config: RunConfig, conversations: Iterable[Conversation]) -> dict[str, Any]:
+        """Return the fields of ``PreparedFacts`` on the answers to judge with, each the last one of a conversation."""
+        from fctune.apps.tune.rows import measure_answers
+        from fctune.models.run_config import resolve_base
+
+        longest, prints_reasoning = measure_answers(config, resolve_base(config), conversations)
+        return {"answer_tokens": longest, "prints_reasoning": prints_reasoning}
 
     def _prepare(self, found: dict[str, Any]) -> tuple[RunConfig, PreparedSet]:
         from fctune.cli.data import prepare_rows
@@ -467,7 +503,8 @@ class _Tune:
         text = draft.render(head)
         path = self.progress.write(_CONFIG, text)
         self.say(f"  config: {path}")
-        return {"config": _digest(text), "machine": self.machine.name}
+        words = split_settings(self.arguments.settings)[GATE_SETTINGS]
+        return {"config": _digest(text), "machine": self.machine.name, "gate": words}
 
     def _require_fit(self, architecture: Any, model_dir: Path | None, draft: Draft) -> None:
         """Choose a layout that fits; without the size of the rows, only see that there is one.
@@ -507,13 +544,47 @@ class _Tune:
             raise ConfigError(f"{path}: is gone, and the result was trained with it. Choose another --out.")
         trained = self.progress.find("train")
         digest = _digest(path.read_text(encoding="utf-8"))
-        if trained is not None and trained["config"] != digest:
+        if trained is not None and trained["config"] not in (digest, _digest(_divide(path)[0])):
             raise ConfigError(
                 f"{path}: was edited after training. Train it with `fctune train {shlex.quote(str(path))} "
                 "output_dir=ANOTHER`, or undo the edit."
             )
         if trained is None and planned["config"] != digest:
             self.say(f"{path} was edited: trained as it is", "yellow")
+            self._check_gate()
+        judged = self.progress.find("gate")
+        if judged is not None and judged.get("settings") not in (None, _digest(_divide(path)[1])):
+            self.say(f"the gate section of {path} was edited: judged again", "yellow")
+            self.progress.forget("gate")
+
+    def _check_gate(self, cases: Sequence[Case] | None = None, config: RunConfig | None = None) -> None:
+        """Check the settings of the gate, of the written config unless one is given.
+
+        Raises:
+            ConfigError: They would be refused after training.
+        """
+        from fctune.apps.gate.plan import check_settings
+        from fctune.config.sections.gate import GateConfig
+        from fctune.models.run_config import load_run_config
+        from fctune.tasks.suite import Suite
+
+        config = config or load_run_config(self.out / _CONFIG)
+        suite = None if cases is None else Suite("held_out", tuple(cases))
+        check_settings(config.gate or GateConfig(), suite)
+
+    def _update_gate(self, found: dict[str, Any]) -> None:
+        """Rewrite the gate section of the config if the command's settings of it changed after training began."""
+        words = split_settings(self.arguments.settings)[GATE_SETTINGS]
+        if found["plan"].get("gate", words) == words:
+            return
+        path = self.out / _CONFIG
+        draft, _, _ = self._draft_sized(found)
+        self._check_gate(config=draft.parse())
+        others, _ = _divide(path)
+        self.progress.write(_CONFIG, others + _divide_text(draft.render(""))[1])
+        self.progress.amend("plan", gate=words)
+        if self.progress.find("train") is not None:
+            self.progress.amend("train", config=_digest(others))
 
     def _train(self, planned: dict[str, Any]) -> int:
         """Train, or resume training; returns the run's exit code."""
@@ -526,7 +597,7 @@ class _Tune:
         from fctune.models.run_config import load_run_config
         from fctune.training.launcher import launch_recipe
 
-        digest = _digest(path.read_text(encoding="utf-8"))
+        digest = _digest(_divide(path)[0])
         config = load_run_config(path)
         processes = self.machine.num_processes
         self.say(f"train: {format_count(processes, 'process', 'processes')}; Ctrl-C saves", "bold")
@@ -580,6 +651,7 @@ class _Tune:
             "lines": [f"  {line.line.title}: {line.verdict}" for line in report.lines],
             "findings": report.describe_findings(),
             "commands": list(report.commands),
+            "settings": _digest(_divide(self.out / _CONFIG)[1]),
         }
 
     def _find_cases(self) -> Path:
@@ -712,6 +784,17 @@ def _count_prepared(prepared: PreparedSet, num_cases: int) -> dict[str, int]:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _divide(path: Path) -> tuple[str, str]:
+    """Return the text of a config without its gate section, and that section."""
+    return _divide_text(path.read_text(encoding="utf-8"))
+
+
+def _divide_text(text: str) -> tuple[str, str]:
+    text = text.rstrip("\n") + "\n"
+    found = re.search(r"^gate:.*\n(?:(?:[ \t].*)?\n)*", text, re.MULTILINE)
+    return (text, "") if found is None else (text[: found.start()] + text[found.end() :], found[0])
 
 
 def _show(line: str) -> None:

@@ -292,6 +292,13 @@ class RunConfig:
             )
 
     @property
+    def has_reference(self) -> bool:
+        """A step compares the policy with the base, which takes a forward pass more."""
+        if self.grpo is not None:
+            return self.grpo.kl_beta > 0
+        return self.preference is not None and self.preference.needs_reference
+
+    @property
     def recipe(self) -> str:
         """Name of the recipe that trains this config."""
         return find_recipe({"adapter": self.adapter, "preference": self.preference, "grpo": self.grpo})

@@ -29,7 +29,7 @@ from fctune.data.conversation_encoder import (
     make_limit_error,
 )
 from fctune.data.fold import hash_beginning
-from fctune.data.long_conversations import cut_conversation, split_conversation
+from fctune.data.long_conversations import cut_conversation, measure, split_conversation
 from fctune.data.pairs import Pair, PairError, PairReader, encode_pair
 from fctune.data.redaction import Redaction, SecretScreen
 from fctune.data.secrets import SecretCounts
@@ -346,7 +346,7 @@ class ChunkEncoder:
         except DataError:
             self.augmenter.leave_out(form, "not rendered by the chat template")
             return None
-        if max(len(sample.token_array) for sample in samples) > self.config.seq_len:
+        if measure(samples) > self.config.seq_len:
             self.augmenter.leave_out(form, "longer than data.seq_len")
         elif not any(sample.is_supervised for sample in samples):
             self.augmenter.leave_out(form, "no supervised tokens")
@@ -358,8 +358,7 @@ class ChunkEncoder:
         """Encode a conversation or a pair to samples within seq_len tokens; None if it is dropped."""
         is_pair = isinstance(item, Pair)
         samples = encode_pair(item, self.encoder) if isinstance(item, Pair) else self.encoder.encode(item)
-        lengths = [len(sample.token_array) for sample in samples]
-        longest = sum(lengths) if is_pair else max(lengths)
+        longest = sum(len(sample.token_array) for sample in samples) if is_pair else measure(samples)
         if longest <= self.config.seq_len:
             return samples
         if self.config.overlong == "fail":

@@ -31,6 +31,11 @@ def is_server(model: str) -> bool:
     return model.startswith(("http://", "https://"))
 
 
+def is_on_disk(model: str) -> bool:
+    """Return True if a model is given as a path on this machine, where it may have a run and a mark of the gate."""
+    return not is_server(model) and not model.startswith("hf:")
+
+
 def check_model_paths(model: str, adapter: str | None = None) -> None:
     """Check the paths of a model, unless it is on the Hub, before slow imports.
 

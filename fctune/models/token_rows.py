@@ -6,10 +6,12 @@ tokens with equal rows get equal logits from any of them. PEFT has the same rows
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
@@ -19,6 +21,7 @@ from fctune.models.base_weights import plan_base, read_rows
 from fctune.models.causal_lm import CausalLM
 from fctune.models.lora import copy_full_
 from fctune.models.precision import wide_dtype
+from fctune.models.untrained_tokens import find_untrained_rows
 
 
 class TokenRows(nn.Module):
@@ -118,10 +121,17 @@ def train_tokens_(model: CausalLM, ids: Sequence[int]) -> None:
         model.replace_ends_(trained, TokenHead(head_module.weight, ordered))
 
 
-def init_token_rows_(model: CausalLM, model_dir: Path) -> None:
-    """Copy the base's rows into the trained rows, in place, so that the model starts as its base.
+def init_token_rows_(model: CausalLM, model_dir: Path, separates: bool = True) -> None:
+    """Set the trained rows to the base's, in place, so that the model starts as its base; separate equal ones.
 
-    Each rank reads the rows from the base's files, which needs no communication, and keeps its shard.
+    Two tokens with equal rows, such as the opening and the closing marker of calls in a base that never saw them, get
+    nearly equal gradients until something tells them apart: their rows start as the mean of the rows of their text's
+    pieces. Each rank reads the rows from the base's files, which needs no communication, and keeps its shard.
+
+    Args:
+        model: Model with its trained rows, sharded or not.
+        model_dir: Folder of the base.
+        separates: Separate equal rows; without it, the model's outputs are exactly the base's.
     """
     ends = [(name, module) for name, module in model.named_modules() if isinstance(module, TokenRows)]
     if not ends:
@@ -129,7 +139,30 @@ def init_token_rows_(model: CausalLM, model_dir: Path) -> None:
     plan = plan_base(model.architecture, model_dir)
     for name, module in ends:
         weight = model.architecture.to_hf_name(f"{name}.weight")
-        copy_full_(module.token_rows, read_rows(plan, weight, module.ids))
+        rows = read_rows(plan, weight, module.ids)
+        found = find_untrained_rows(rows, range(len(rows)), range(len(rows))) if separates else {}
+        equal = [index for index, (duplicate, _) in found.items() if duplicate is not None]
+        for index, pieces in _split_tokens(model_dir, [module.ids[i] for i in equal], equal).items():
+            rows[index] = read_rows(plan, weight, pieces).double().mean(0).to(rows.dtype)
+        copy_full_(module.token_rows, rows)
+
+
+def _split_tokens(model_dir: Path, tokens: Sequence[int], indices: Sequence[int]) -> dict[int, list[int]]:
+    """Return, by index, the pieces of the text of each token that are left if the tokenizer does not have it."""
+    file = model_dir / "tokenizer.json"
+    if not tokens or not file.is_file():
+        return {}
+    described = json.loads(file.read_text(encoding="utf-8"))
+    texts = {added["id"]: added["content"] for added in described["added_tokens"]}
+    described["added_tokens"] = [added for added in described["added_tokens"] if added["id"] not in tokens]
+    described["post_processor"] = None
+    without = tokenizers.Tokenizer.from_str(json.dumps(described))
+    split = {
+        index: without.encode(texts[token], add_special_tokens=False).ids
+        for index, token in zip(indices, tokens, strict=True)
+        if token in texts
+    }
+    return {index: pieces for index, pieces in split.items() if pieces and set(pieces).isdisjoint(tokens)}
 
 
 def count_parameters(model: CausalLM) -> dict[str, int]:

@@ -319,12 +319,6 @@ class MemoryModel:
         """Return the number of checkpointed blocks."""
         return sum(is_checkpointed(index, fraction) for index in range(len(self.blocks)))
 
-    @property
-    def has_reference(self) -> bool:
-        """A step runs the frozen base too, to compare the policy with it."""
-        preference = self.config.preference
-        return preference is not None and preference.needs_reference
-
 
 class _Timeline:
     """Phases of the last micro-batch of a rank's step: forward, loss, backward block by block, ends, update."""

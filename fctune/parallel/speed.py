@@ -197,7 +197,7 @@ def count_flops(
     trains_head = adapter is None
     head_cost = 2 + 2 + 2 * trains_head
     reference = 0.0
-    if memory.has_reference:
+    if memory.config.has_reference:
         reference, head_cost = 2 * base + 4 * pair, head_cost + 2
     head_adapter = 0
     if adapter is not None and a.head in names:
@@ -460,7 +460,7 @@ def count_communication(memory: MemoryModel, setting: Setting, micro_batches: in
     gathered = scattered = 0.0
     if setting.shard > 1:
         passes = 2 if memory.config.parallel.reshard_after_forward else 1
-        passes += memory.has_reference and memory.config.parallel.reshard_after_forward
+        passes += memory.config.has_reference and memory.config.parallel.reshard_after_forward
         blocks = sum(block.unsharded_bytes for block in memory.blocks)
         gathered = micro_batches * (passes * blocks + memory.root.unsharded_bytes)
         scattered = times * trained

@@ -65,18 +65,23 @@ def remove_mark(model: str | Path) -> bool:
     return had_one
 
 
-def read_mark(model: str | Path) -> list[dict[str, str]] | None:
+def read_mark(model: str | Path) -> list[dict[str, Any]] | None:
     """Return the lines that block a model, each with ``name``, ``title`` and ``verdict``; None if it is not marked.
 
-    Those of a damaged mark are unknown, so empty.
+    Lines have ``n``, the number of items that were judged, unless an older version wrote the mark. Those of a damaged
+    mark are unknown, so empty.
     """
     mark = find_mark(model)
     if not mark.is_file():
         return None
     try:
         lines = json.loads(mark.read_text(encoding="utf-8"))["lines"]
-        return [{key: str(line[key]) for key in ("name", "title", "verdict")} for line in lines]
-    except (OSError, ValueError, KeyError, TypeError):
+        return [
+            {key: str(line[key]) for key in ("name", "title", "verdict")}
+            | ({"n": int(n)} if (n := line.get("n")) else {})
+            for line in lines
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
 
@@ -97,5 +102,5 @@ def require_released(model: str | Path, action: str, is_forced: bool) -> None:
     fallen = ", ".join(f"{line['title']} ({line['verdict']})" for line in lines) or "the mark is damaged"
     raise ConfigError(
         f"{model}: {action}, because the gate stopped it: {fallen}. See {find_mark(model)}; mend the rows and run "
-        "fctune gate again, which removes the mark, or pass --force."
+        "fctune gate again, or pass --force."
     )

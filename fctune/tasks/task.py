@@ -72,7 +72,7 @@ class Step:
 
     @property
     def content(self) -> str:
-        """What the model says, as a message holds it: all of its text but the reasoning if a call is malformed."""
+        """The text of the model's message without its calls; with a malformed call, all of it but the reasoning."""
         answer = self.answer
         text = answer.reasoning.blank(answer.text).strip() if answer.reasoning is not None else answer.text
         content: str = to_encodable(text if self.parsed.malformed else self.parsed.prose)

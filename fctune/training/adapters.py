@@ -37,7 +37,8 @@ class AdapterTuning(FineTuning):
     def init_trainable_(self, model: CausalLM) -> None:
         """Initialize the adapters from the seed and token rows from the base, equally at any world size."""
         init_adapters_(model, self.requested_config.seed)
-        init_token_rows_(model, self.model_dir)
+        # A policy has to start as its reference, which is the base without any of what trains.
+        init_token_rows_(model, self.model_dir, separates=not self.requested_config.has_reference)
 
     def hf_weights(self, planned: PlannedRun) -> HFAdapterWeights:
         """Return the form of elastic checkpoints: a PEFT adapter."""

@@ -200,15 +200,8 @@ def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter
         num_adapter=sum(size for name, size in sizes.items() if is_adapter(name)),
         recomputed=recomputed if is_block else recomputed / 2,  # policy "op" recomputes every second product
         recomputed_attention=recomputed if is_block else 0.0,
-        num_reference=int(config is not None and _has_reference(config)),
+        num_reference=int(config is not None and config.has_reference),
     )
-
-
-def _has_reference(config: RunConfig) -> bool:
-    """Return True if a step compares with the base, which takes a forward pass more."""
-    if config.grpo is not None:
-        return config.grpo.kl_beta > 0
-    return config.preference is not None and config.preference.needs_reference
 
 
 def _count_used(model: CausalLM) -> dict[str, int]:

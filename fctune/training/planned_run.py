@@ -24,7 +24,7 @@ from fctune.training.setup import choose_batch_size, prepare_data
 
 
 class TrainingData(ABC):
-    """What a run trains on: the rows of a prepared set, or tasks that the model answers.
+    """The rows of a prepared set, or the tasks for the model to answer, that a run trains on.
 
     Attributes:
         loader: Loader of the rows' training split; None for tasks.

@@ -398,7 +398,7 @@ class FineTuning(ABC):
                     logger.error("%s: the held-out cases cannot be written (%s)", directory.path, error.strerror)
             directory.describe(
                 closing={"save_s": saved - started, "export_s": time.perf_counter() - saved},
-                response_template=check_response_template(planned, directory.export / next(iter(exports))),
+                response_template=check_response_template(planned, [directory.export / name for name in exports]),
             )
 
     def _export(self, name: str, write: Callable[[Path], None], wait: DiskWait) -> str | None:

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,16 +29,22 @@ from fctune.calls.response_template import (
     iter_seeded_answers,
     make_response_template,
     read_answer,
+    write_response_template,
 )
 from fctune.calls.server_parsers import find_server_parsers
 from fctune.config.chat_templates import list_shipped_templates
+from fctune.config.sections.data import DataConfig
+from fctune.config.sections.gate import GateConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import open_chosen_template
 from fctune.data.conversation import Call, Conversation, Message
-from fctune.models.export import Prompting, copy_companions
+from fctune.data.synthetic import iter_cases
+from fctune.models.export import Prompting, choose_response, copy_companions
 from fctune.tasks.evaluation.validation import Validator
+from fctune.training.response_check import check_response_template
 from tests.calls.response_samples import END, EXPRESSED, KINDS, make_spec, read_calls
 from tests.calls.server_outputs import make_outputs
+from tests.conftest import TINY_BASE
 
 
 @pytest.mark.parametrize("call_format", EXPRESSED, ids=lambda found: found.name)
@@ -244,3 +251,24 @@ def test_a_declared_one_reads_the_calls_of_an_unknown_format(unknown_base: Path,
 def test_a_declaration_that_is_none_is_an_error(spec: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
         DeclaredFormat(spec)
+
+
+def test_every_export_is_checked_with_the_gate_s_cases_where_no_row_is_held_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen, exports = choose_response(TINY_BASE, None), [tmp_path / "merged", tmp_path / "adapter"]
+    for export in exports:
+        shutil.copytree(TINY_BASE, export)
+        write_response_template(export, chosen)
+    path = exports[1] / "tokenizer_config.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != KEY}))
+    cases = tmp_path / "cases.jsonl"
+    cases.write_text("".join(json.dumps(case.to_json()) + "\n" for case in iter_cases(20, 3)))
+    config = SimpleNamespace(data=DataConfig(), gate=GateConfig(cases=str(cases)))
+    data = SimpleNamespace(prepared=SimpleNamespace(packs={"validation": ((), ())}))
+    planned: Any = SimpleNamespace(model_dir=TINY_BASE, chat_template=None, config=config, data=data)
+    whole = check_response_template(planned, exports[:1])
+    assert whole["read"] == whole["calls"] > 0
+    found = check_response_template(planned, exports)
+    assert found["read"] < found["calls"] == whole["calls"]
+    assert f"{exports[1]}: its response_template reads" in caplog.text

@@ -163,7 +163,7 @@ def test_a_second_run_repeats_nothing_and_a_changed_one_is_refused(
     assert main([*tuned.command, "epochs=2"]) == 2
     errors = capsys.readouterr().err
     assert "--out out: was trained with other rows or settings." in errors
-    assert "settings: was epochs=1 gate.max_new_tokens=48, is epochs=1 gate.max_new_tokens=48 epochs=2" in errors
+    assert "settings: was epochs=1, is epochs=1 epochs=2" in errors
 
     rows = tuned.folder / "rows.jsonl"
     before = rows.read_text()
@@ -232,6 +232,29 @@ def test_a_result_that_a_later_gate_stopped_is_not_offered(
         assert "serve it:" not in output
     finally:
         remove_mark(run)
+
+
+def test_the_gate_s_settings_can_be_changed_after_training(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
+    record, path = tuned.folder / "out" / "gate" / "gate.json", tuned.folder / "out" / "tune.yaml"
+    before = path.read_text()
+    changed = [*(word for word in tuned.command if not word.startswith("gate.")), "gate.max_new_tokens=8"]
+    changed += ["gate.max_cases=2"]
+    assert main([*changed, "gate.benchmarks=[mmlu]"]) == 2
+    assert "mmlu: no such benchmark" in capsys.readouterr().err
+    assert main(changed) in (0, 1)
+    output = capsys.readouterr().out
+    assert "is gate.max_new_tokens=8 gate.max_cases=2; judging again" in output
+    assert "train: done" in output
+    assert json.loads(record.read_text())["settings"]["max_new_tokens"] == 8
+    path.write_text(path.read_text().replace("max_cases: 2", "max_cases: 3"))
+    assert main(changed) in (0, 1)
+    assert "the gate section of out/tune.yaml was edited: judged again" in capsys.readouterr().out
+    assert json.loads(record.read_text())["settings"]["max_cases"] == 3
+    assert main(tuned.command) == tuned.code
+    assert sorted(path.read_text().splitlines()) == sorted(before.splitlines())
 
 
 def test_before_training_the_plan_follows_the_machine_and_the_settings(
@@ -332,6 +355,9 @@ def repeat_questions(path: Path) -> None:
             ["--data", "rows.jsonl"],
             "1 of 41 rows cannot be trained on (above). Correct them, or add --clean",
         ),
+        (None, ["--data", "rows.jsonl", "gate.benchmarks=[mmlu]"], "gate.benchmarks: mmlu: no such benchmark"),
+        (None, ["--data", "rows.jsonl", "gate.streamed=true"], "gate.streamed: needs servers"),
+        (None, ["--data", "rows.jsonl", "gate.max_tokens=10"], "max_tokens=10: too few for one case on each line"),
         (repeat_questions, ["--data", "rows.jsonl"], "Add rows with other questions, or pass --cases FILE"),
     ],
 )

@@ -350,10 +350,13 @@ _OF_OTHERS = {
     "--help",
     "--heat",
     "--max-model-len",
+    "--gpus-per-node",
     "--no-deps",
+    "--nodes",
+    "--ntasks",
     "--rdzv_id",
     "--shm-size",
-}  # vLLM, pip, torchrun, docker
+}  # vLLM, pip, torchrun, docker, Slurm
 
 
 def test_messages_name_options_and_keys_that_exist() -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from torch.nn.functional import cross_entropy
 
 from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_adapter, export_merged
-from fctune.models.token_rows import trained_token_ids
+from fctune.models.token_rows import init_token_rows_, trained_token_ids
 from tests.models.model_samples import ALL_MODULES, draw_tokens, load_model, load_reference
 
 IDS = (7, 1404, 3)
@@ -56,6 +61,42 @@ def test_rows_start_as_the_base(make_model: Callable[..., Path], tokens: torch.T
     with torch.no_grad():
         torch.testing.assert_close(rows(tokens), expected, rtol=0, atol=1e-14)
     assert trained_token_ids(rows) == tuple(sorted(IDS))
+
+
+MARKERS = ("<tool_call>", "</tool_call>", "<call>")
+
+
+@TIED
+def test_equal_rows_start_as_the_mean_of_their_texts_pieces(
+    make_model: Callable[..., Path], tmp_path: Path, tied: bool
+) -> None:
+    path = Path(shutil.copytree(make_model("llama", tie_word_embeddings=tied), tmp_path / "base"))
+    tokenizer = Tokenizer(WordLevel({"<": 0, "</": 1, "tool": 2, "_": 3, "call": 4, ">": 5, "?": 6}, unk_token="?"))
+    tokenizer.pre_tokenizer = Split(Regex("</|<|>|_"), "isolated")
+    tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in MARKERS])
+    ids = [tokenizer.token_to_id(marker) for marker in MARKERS]
+    assert tokenizer.encode("<tool_call>").ids == ids[:1]
+    tokenizer.save(str(path / "tokenizer.json"))
+    weights = load_file(path / "model.safetensors")
+    matrices = ["model.embed_tokens.weight"] + ([] if tied else ["lm_head.weight"])
+    for name in matrices:  # as two tokens end that no text had
+        weights[name][ids[1]] = 1.01 * weights[name][ids[0]]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+    model = load_model(path, ADAPTER, torch.float64, ids)
+    rows = {name: p for name, p in model.named_parameters() if name.endswith("token_rows")}
+    assert len(rows) == len(matrices)
+    for matrix, started in zip(matrices, rows.values(), strict=True):
+        base = weights[matrix].double()
+        torch.testing.assert_close(started[0].data, base[[0, 2, 3, 4, 5]].mean(0), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(started[1].data, base[[1, 2, 3, 4, 5]].mean(0), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(started[2].data, base[ids[2]], rtol=0, atol=0)  # unlike any other
+    init_token_rows_(model, path, separates=False)
+    for matrix, started in zip(matrices, rows.values(), strict=True):
+        torch.testing.assert_close(started.data, weights[matrix][ids].double(), rtol=0, atol=0)
+    alone = load_model(path, ADAPTER, torch.float64, ids[:1])  # nothing to tell it apart from
+    started = next(p for name, p in alone.named_parameters() if name.endswith("token_rows"))
+    torch.testing.assert_close(started[0].data, weights[matrices[0]][ids[0]].double(), rtol=0, atol=0)
 
 
 @TIED

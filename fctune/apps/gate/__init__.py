@@ -10,8 +10,8 @@
 
 A model is a directory, a run, an adapter, ``hf:NAME`` or a server's address. ``out`` gets ``gate.json`` (the report),
 ``gate.xml`` (JUnit), ``gate.html`` and the answers, with which the same call resumes. A blocked result is marked (see
-``fctune.runs.release``); a gate that it passes removes the mark. ``fctune gate`` prints the report and exits with 1 if
-the result is blocked.
+``fctune.runs.release``); a gate that clears each line of the mark removes it. ``fctune gate`` prints the report and
+exits with 1 if the result is blocked.
 """
 
 from fctune.apps.gate.gate import run_gate

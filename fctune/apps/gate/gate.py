@@ -11,16 +11,17 @@ from typing import Any
 from fctune import __version__
 from fctune.apps.gate.history import TrainingHistory, find_history
 from fctune.apps.gate.lines import JudgedLine, Line, judge_lines
-from fctune.apps.gate.models import GateModel, ServerGoneError, is_on_disk, open_models
+from fctune.apps.gate.models import GateModel, ServerGoneError, open_models
 from fctune.apps.gate.outcomes import make_lines
 from fctune.apps.gate.page import Answers, write_gate_html
 from fctune.apps.gate.plan import Plan, make_plan
 from fctune.apps.gate.remedies import combine, find_remedies, make_commands
-from fctune.apps.gate.report import GateReport
+from fctune.apps.gate.report import NO_LINE, GateReport
 from fctune.apps.gate.served import ask_served, check_servers, make_tables
 from fctune.base.errors import ConfigError, DataError
 from fctune.config.intervals import format_count
 from fctune.config.sections.gate import GateConfig
+from fctune.engines.model_files import is_on_disk
 from fctune.runs.release import mark_not_released, read_mark, remove_mark
 from fctune.tasks.evaluation.held_out import HELD_OUT_FILE, find_run
 from fctune.tasks.evaluation.results import ResultsError
@@ -73,21 +74,23 @@ def run_gate(
     check_servers((before, after), config)
     path = _find_cases(cases or config.cases, tuned)
     plan, warnings = make_plan(path, config, options or {}, before.has_server or after.has_server)
-    history = find_history(tuned, rows) if is_on_disk(tuned) or rows else None
+    history = find_history(tuned, rows)
     if before.has_server or after.has_server:
         warnings.append("a server does not tell its chat template, so those of base and result are not compared")
     if plan.held_out is not None:
         warnings += _check_leaks(plan.held_out.given, path, tuned, history)
     answers = {model.side: _ask(model, plan, config, folder, is_fresh, log) for model in (before, after)}
+    for name in answers[before.side].keys() - answers[after.side].keys():  # of a benchmark that only the base answered
+        del answers[before.side][name]
     lines, not_run, missing = make_lines(plan, answers[before.side], answers[after.side])
     judged, commands = _judge(lines, config.accepted_fall, history)
-    blind = [f"{line.line.name}: {why}" for line in judged if (why := line.blindness) is not None]
+    blind = [f"{line.line.name}: {why}" for line in judged if (why := line.blindness or line.shortage) is not None]
     tables = make_tables(answers[before.side], answers[after.side])
     settings = _describe(config, path, plan)
     still_blocking = _find_still_blocking(tuned, judged)
     stopped = [
-        f"{line['title']}: {line['verdict']} in an earlier gate of this result, and not run in this one, so that it "
-        "still blocks"
+        f"{line['title']}: {line['verdict']} in an earlier gate of this result, and {line['reason']}, so that it still "
+        "blocks"
         for line in still_blocking
     ]
     warnings = [*stopped, *blind, *warnings, *missing]
@@ -188,7 +191,12 @@ def _publish(report: GateReport, answers: Answers, folder: Path, tuned: str) -> 
         path = report.write(folder)
         if is_on_disk(tuned):  # before the page, without which the result is marked all the same
             if report.is_blocked:
-                mark_not_released(tuned, [*map(_describe_line, report.blocking), *report.still_blocking], path)
+                counts = {line["name"]: line.get("n", 0) for line in read_mark(tuned) or ()}
+                kept = {line["name"]: line for line in report.still_blocking}
+                lines = {line.line.name: _describe_line(line, counts) for line in report.blocking}
+                if report.has_no_line and report.settings["require_safe"]:
+                    lines[NO_LINE] = {"name": NO_LINE, "title": "no line of the gate ran", "verdict": "undecided"}
+                mark_not_released(tuned, list((lines | kept).values()), path)
             else:
                 remove_mark(tuned)
         write_gate_html(report, answers, folder / "gate.html")
@@ -196,12 +204,27 @@ def _publish(report: GateReport, answers: Answers, folder: Path, tuned: str) -> 
         raise ConfigError(f"--out {folder}: cannot be written ({error.strerror}).") from None
 
 
-def _describe_line(line: JudgedLine) -> dict[str, str]:
-    return {"name": line.line.name, "title": line.line.title, "verdict": line.verdict}
+def _describe_line(line: JudgedLine, counts: Mapping[str, int]) -> dict[str, Any]:
+    """Return a line for the mark, with the larger of its own number of items and that of an earlier mark."""
+    name = line.line.name
+    n = max(line.comparison.n, counts.get(name, 0))
+    return {"name": name, "title": line.line.title, "verdict": line.verdict, "n": n}
 
 
-def _find_still_blocking(tuned: str, judged: Sequence[JudgedLine]) -> tuple[dict[str, str], ...]:
-    """Return the lines for which an earlier gate marked the result and which did not run in this one."""
-    marked = read_mark(tuned) if is_on_disk(tuned) else None
-    names = {line.line.name for line in judged}
-    return tuple(line for line in marked or () if line["name"] not in names)
+def _find_still_blocking(tuned: str, judged: Sequence[JudgedLine]) -> tuple[dict[str, Any], ...]:
+    """Return the lines for which an earlier gate marked the result and which this one does not clear, with the reason.
+
+    A line is cleared if it is safe, or not worse on at least as many items: fewer would clear what they cannot see.
+    """
+    lines, kept = {line.line.name: line for line in judged}, list[dict[str, Any]]()
+    for marked in (read_mark(tuned) if is_on_disk(tuned) else None) or ():
+        line, num_before = lines.get(marked["name"]), marked.get("n")
+        if marked["name"] == NO_LINE and judged:
+            continue
+        if line is None:
+            kept.append({**marked, "reason": "not run in this one"})
+        elif line.verdict == "undecided" and (num_before is None or line.comparison.n < num_before):
+            before = "" if num_before is None else f", which had {num_before:,}"
+            count = format_count(line.comparison.n, "item")
+            kept.append({**marked, "reason": f"undecided on {count} in this one{before}"})
+    return tuple(kept)

@@ -19,6 +19,7 @@ from fctune.data.check.overlap import OverlapIndex
 from fctune.data.check.similarity import WordHasher
 from fctune.data.conversation import Conversation
 from fctune.data.sources import ParsedRow
+from fctune.engines.model_files import is_on_disk
 from fctune.runs.directory import RunFiles
 from fctune.tasks.evaluation.held_out import (
     DistinctRequests,
@@ -205,7 +206,7 @@ def find_history(tuned: str, rows: Sequence[str] = ()) -> TrainingHistory | None
         tuned: The result, as the user named it.
         rows: Sources of its training rows; none: those that its run names.
     """
-    run = find_run(Path(tuned))
+    run = find_run(Path(tuned)) if is_on_disk(tuned) else None
     if run is None:
         return TrainingHistory(", ".join(rows), None, tuple(rows)) if rows else None
     try:

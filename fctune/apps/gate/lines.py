@@ -13,6 +13,7 @@ from fctune.tasks.evaluation.paired import (
     PairedOutcome,
     adjust_p_values,
     compare_outcomes,
+    fewest_pairs,
     find_smallest_fall,
 )
 
@@ -33,6 +34,7 @@ class Line:
         outcomes: The items, each asked of both models.
         note: Where the items come from, or what they leave out.
         cause: Where the causes of a fall are looked for (see ``remedies``); empty: under the name.
+        suite: Name of the suite that the items are of; suites may share ids.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Line:
     outcomes: Sequence[PairedOutcome]
     note: str = ""
     cause: str = ""
+    suite: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,17 @@ class JudgedLine:
         if right < n / 2:
             return f"the base gets only {right:,} of {n:,} right, too few for a fall to show"
         return f"{format_count(n, 'item is', 'items are')} too few to show a fall, however large"
+
+    @property
+    def shortage(self) -> str | None:
+        """Why the line is undecided even if no answer changes; None if it need not be."""
+        n, needed = self.comparison.n, fewest_pairs(self.tolerance)
+        if n >= needed or self.verdict != "undecided":
+            return None
+        return (
+            f"{format_count(n, 'item is', 'items are')} too few for safe: even if no answer changes, that takes "
+            f"{needed:,} with a tolerance of {100 * self.tolerance:g} points"
+        )
 
     @property
     def fall_found(self) -> str:

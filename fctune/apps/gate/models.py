@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import CallFormat
 from fctune.config.intervals import format_count
 from fctune.config.sections.gate import GateConfig
+from fctune.config.server_address import parse_base_url
 from fctune.data.chat_template import MissingTemplateError, load_tokenizer
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import read_template_args
 from fctune.engines.engine import Engine, Sampling
-from fctune.engines.model_files import ModelFiles, is_server
+from fctune.engines.model_files import ModelFiles
 from fctune.engines.opening import find_files, open_engine
 from fctune.engines.server import ServerEngine
 from fctune.tasks.evaluation.results import ResultsFile
@@ -183,6 +185,12 @@ def open_models(
             f"--base {base} and --tuned {tuned} are both the model in {folder}: a gate compares the result with its "
             "base. Name two."
         )
+    if before.files is None and after.files is None and _is_same_served(before, after, config):
+        raise ConfigError(
+            f"--base {base} and --tuned {tuned} are both the model {after.open(config)[0].describe()['served_model']} "
+            "of one server: a gate compares the result with its base. Name two, with --base-name and --tuned-name if "
+            "one server serves both."
+        )
     if before.files is None or after.files is None or config.chat_template == "own":
         return before, after
     (own, own_args), (other, other_args) = _read_template(before.files), _read_template(after.files)
@@ -202,9 +210,15 @@ def open_models(
     return before, after
 
 
-def is_on_disk(model: str) -> bool:
-    """Return True for a model on this machine, which may have a run and a mark."""
-    return not is_server(model) and not model.startswith("hf:")
+def _is_same_served(before: GateModel, after: GateModel, config: GateConfig) -> bool:
+    """Return True if two servers are one, under any spelling of its address, and serve both sides the same model."""
+    first, second = (urlsplit(parse_base_url(model.model, f"--{model.side}")) for model in (before, after))
+    if (first.scheme, first.netloc.lower(), first.path) != (second.scheme, second.netloc.lower(), second.path):
+        return False
+    if before.served_model == after.served_model:
+        return True
+    names = [model.open(config)[0].describe()["served_model"] for model in (before, after)]
+    return bool(names[0] == names[1])
 
 
 def _resolve(files: ModelFiles) -> list[Path]:

@@ -24,6 +24,7 @@ DEFECT_LINES = {
     "invented_tool": "invented tools: no call of a tool that is not on offer",
     "invented_argument": "invented arguments: none that the tool does not declare",
 }
+_MAX_CUT_SHARE = 0.05  # of a model's answers to a suite
 _ABSENT = {
     "calls": "no held-out case needs a call",
     "over_calling": "no held-out case without a call, and none can be made of those with one",
@@ -44,13 +45,22 @@ def make_lines(
     lines: list[Line] = []
     not_run, warnings = dict(plan.not_run), []
     for name, first in before.items():
-        lost = [i for i, row in first.items() if name in after and (_has_failed(row) or _has_failed(after[name][i]))]
+        lost = [i for i, row in first.items() if _has_failed(row) or _has_failed(after[name][i])]
         if lost:
             count = format_count(len(lost), "case has", "cases have")
             warnings.append(
                 f"{name}: {count} no answer of a model, such as {min(lost)}: left out if the base did not answer, "
                 "wrong if only the result did not; the same command asks again"
             )
+
+        for side, rows in (("base", first), ("result", after[name])):
+            num_cut = sum(bool(row.get("is_cut")) for row in rows.values())
+            if num_cut > _MAX_CUT_SHARE * len(rows):
+                count = format_count(len(rows), "answer")
+                warnings.append(
+                    f"{name}: {num_cut:,} of {count} of the {side} were cut off at the limit of tokens, so they show "
+                    "little; raise gate.max_new_tokens"
+                )
 
     def pair(suite: str, ids: Iterable[str], is_right: Callable[[Row], bool]) -> list[PairedOutcome]:
         # Counted as wrong before, cases that the base did not answer would hide falls of others.
@@ -67,7 +77,7 @@ def make_lines(
         cause: str = "",
     ) -> None:
         if outcomes := pair(suite, ids, is_right):
-            lines.append(Line(name, title, outcomes, note, cause))
+            lines.append(Line(name, title, outcomes, note, cause, suite))
         else:
             not_run[name] = "the base answered none of its cases" if ids else _ABSENT.get(name, "no cases")
 
@@ -76,7 +86,7 @@ def make_lines(
         everything = [case.id for case in cases.suite.cases]
         note = f"{format_count(cases.num_left_out, 'held-out case')} not asked" if cases.num_left_out else ""
         add("calls", CALLS, name, cases.calls, is_valid, note)
-        add("over_calling", OVER_CALLING, name, (*cases.no_calls, *cases.made), is_valid)
+        add("over_calling", OVER_CALLING, name, (*cases.no_calls, *cases.made), _calls_nothing)
         lines = [_tell_made_apart(line, cases) if line.name == "over_calling" else line for line in lines]
         add("over_refusing", OVER_REFUSING, name, cases.partners, _calls_something, cases.note)
         if STREAMED in before:
@@ -93,12 +103,13 @@ def make_lines(
             not_run[defect] = f"the base calls nothing on the held-out cases; {have}"
         outcomes = pair(name, everything, _reasons)
         if any(outcome.before for outcome in outcomes):
-            lines.append(Line("reasoning", REASONING, outcomes))
+            lines.append(Line("reasoning", REASONING, outcomes, suite=name))
         else:
             not_run["reasoning"] = "the base does not reason on the held-out cases"
     for sample, suite in plan.samples:
         ids = [case.id for case in suite.all_cases]
-        add(sample.name, sample.title, suite.name, ids, is_valid, suite.release or "", sample.cause)
+        is_right = _calls_nothing if sample.cause == "over_calling" else is_valid
+        add(sample.name, sample.title, suite.name, ids, is_right, suite.release or "", sample.cause)
     return lines, not_run, warnings
 
 
@@ -123,6 +134,11 @@ def _has_failed(row: Row) -> bool:
 
 def _calls_something(row: Row) -> bool:
     return bool(row["calls"]) and not _has_failed(row)
+
+
+def _calls_nothing(row: Row) -> bool:
+    """Return True if an answer is right and complete: one that was cut may have been about to call."""
+    return is_valid(row) and not (row.get("is_cut") and not row.get("calls"))
 
 
 def _tries_a_call(row: Row) -> bool:

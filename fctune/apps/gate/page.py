@@ -46,8 +46,10 @@ Answers = Mapping[str, Mapping[str, Mapping[str, Row]]]
 
 def write_gate_html(report: GateReport, answers: Answers, path: Path) -> None:
     """Write the page of a report."""
-    blocked = " Blocked: fctune serve and fctune push refuse it." if report.is_blocked else ""
-    page = Page(f"Gate: {Path(report.tuned).name}", _HEADLINES[report.verdict] + blocked, _TONES[report.verdict])
+    headline = _HEADLINES[report.verdict] if report.lines else "Undecided: no line ran."
+    if block := report.describe_block():
+        headline += f" {block[0].upper()}{block[1:]}."
+    page = Page(f"Gate: {Path(report.tuned).name}", headline, _TONES[report.verdict])
     counts = {verdict: sum(line.verdict == verdict for line in report.lines) for verdict in _TONES}
     tiles: list[Tile] = [(f"{n:,}", verdict, _TONES[verdict] if n else "") for verdict, n in counts.items()]
     page.add_tiles([*tiles, (f"{len(report.not_run):,}", "not run", "warn" if report.not_run else "")])
@@ -125,10 +127,8 @@ def _add_items(page: Page, report: GateReport, answers: Answers) -> None:
 
 
 def _make_cases(line: JudgedLine, answers: Answers) -> list[dict[str, Any]]:
-    rows = {
-        i: (before, answers["tuned"][name][i]) for name, found in answers["base"].items() for i, before in found.items()
-    }
-    return [_make_case(line, i, *rows[i]) for i in line.comparison.turned_wrong[:_MAX_ITEMS] if i in rows]
+    before, after = (answers[side][line.line.suite] for side in ("base", "tuned"))
+    return [_make_case(line, i, before[i], after[i]) for i in line.comparison.turned_wrong[:_MAX_ITEMS]]
 
 
 def _make_case(line: JudgedLine, case_id: str, before: Row, after: Row) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
 from fctune.tasks.task import AnswerCase, AnyCase, Case
 
-_ANSWERS_PER_TURN = 4  # of a multi-turn case, when the budget is planned
-
 
 @dataclass
 class Plan:
@@ -38,25 +36,36 @@ class Plan:
         return [*([self.held_out.suite] if self.held_out else []), *(suite for _, suite in self.samples)]
 
     def count_answers(self, config: GateConfig) -> int:
-        """Return the number of answers that one model is planned to give; see ``served`` for those asked again."""
-        again = 0
-        if self.held_out is not None:
-            again += len(self.held_out.suite.cases) if config.streamed else 0
-            again += len(self.held_out.calls) if config.guided else 0
-        return again + sum(
-            1 if isinstance(case, Case) else _ANSWERS_PER_TURN * len(case.turns)
-            for suite in self.suites
-            for case in suite.all_cases
+        """Return the most answers that one model may give; see ``served`` for those asked again."""
+        return self._count_again(config) + sum(
+            _count_answers(case) for suite in self.suites for case in suite.all_cases
         )
 
     def count_tokens(self, config: GateConfig) -> int:
         """Return the most tokens that one model may generate; a multiple-choice case has none."""
-        generated = self.count_answers(config) * config.max_new_tokens
+        generated = 0
         for suite in self.suites:
-            num_chosen = sum(isinstance(case, AnswerCase) and bool(case.choices) for case in suite.cases)
-            more = max(config.max_new_tokens, suite.max_new_tokens or 0) - config.max_new_tokens
-            generated += more * (len(suite.cases) - num_chosen) - num_chosen * config.max_new_tokens
+            limit = max(config.max_new_tokens, suite.max_new_tokens or 0)
+            answers = sum(_count_answers(case) for case in suite.all_cases if not _is_choice(case))
+            if self.held_out is not None and suite is self.held_out.suite:
+                answers += self._count_again(config)
+            generated += limit * answers
         return generated
+
+    def _count_again(self, config: GateConfig) -> int:
+        if self.held_out is None:
+            return 0
+        streamed = len(self.held_out.suite.cases) if config.streamed else 0
+        return streamed + (len(self.held_out.calls) if config.guided else 0)
+
+
+def _count_answers(case: AnyCase) -> int:
+    """Return the most answers to a case: a turn may end with one more than the steps that call."""
+    return 1 if isinstance(case, Case) else len(case.turns) * (case.max_steps + 1)
+
+
+def _is_choice(case: AnyCase) -> bool:
+    return isinstance(case, AnswerCase) and bool(case.choices)
 
 
 def make_plan(
@@ -78,6 +87,37 @@ def make_plan(
         DataError: The cases cannot be read, or there is nothing to ask.
     """
     held_out = load_suite(path) if path is not None else None
+    plan, warnings = plan_cases(held_out, config, options, has_server)
+    if held_out is not None and (benchmark := held_out.benchmark) is not None:
+        warnings.append(f"{path}: belongs to a benchmark ({benchmark}), so it says little about your own requests")
+    return plan, warnings
+
+
+def check_settings(config: GateConfig, held_out: Suite | None) -> None:
+    """Check the settings of a gate between two models on this machine before the result is trained.
+
+    Args:
+        config: The settings.
+        held_out: The held-out cases; None: they are unknown, so that the token budget is not checked.
+
+    Raises:
+        ConfigError: A benchmark is unknown, servers are needed, or the budget is too small.
+    """
+    _check_names(config)
+    for name in ("streamed", "guided"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"gate.{name}: needs servers, and these models are on none. Leave it out, and run fctune gate with "
+                "the URLs of both once they are served."
+            )
+    if config.max_tokens is not None and held_out is not None:
+        plan_cases(held_out, config, {}, has_server=False)
+
+
+def plan_cases(
+    held_out: Suite | None, config: GateConfig, options: Mapping[str, Any], has_server: bool
+) -> tuple[Plan, list[str]]:
+    """Choose the cases of every line; see ``make_plan``."""
     loaded, not_run = _load_benchmarks(config, options, has_server)
     if held_out is None:
         not_run["held_out"] = "no held-out cases; pass --cases, or hold rows out with data.validation_share"
@@ -91,7 +131,7 @@ def make_plan(
         plan = Plan(not_run=dict(not_run))
         if held_out is not None:
             plan.held_out = pair_held_out(held_out, size, config.seed)
-        plan.samples = [(sample, _choose(sample, suite, size, config.seed)) for sample, suite in loaded]
+        plan.samples = [(sample, _choose(sample, suite, size, config)) for sample, suite in loaded]
         return plan
 
     plan, warnings = choose(size := config.line_size), []
@@ -107,18 +147,23 @@ def make_plan(
             plan = choose(size)
         if (asked := plan.count_answers(config)) < wanted:
             warnings.append(f"the token budget allows {asked:,} of {wanted:,} answers: lines have fewer cases")
-    if held_out is not None and (benchmark := held_out.benchmark) is not None:
-        warnings.append(f"{path}: belongs to a benchmark ({benchmark}), so it says little about your own requests")
     return plan, warnings
 
 
-def _choose(sample: GateSample, suite: Suite, size: int, seed: int) -> Suite:
+def _choose(sample: GateSample, suite: Suite, size: int, config: GateConfig) -> Suite:
     cases: list[AnyCase] = suite.all_cases
-    chosen = choose_cases(cases, [case.id for case in cases], min(size, sample.max_cases), seed)
+    most = sample.thorough_cases if config.thorough and sample.thorough_cases else sample.max_cases
+    chosen = choose_cases(cases, [case.id for case in cases], min(size, most), config.seed)
     single = [case for case in chosen if isinstance(case, Case)]
     made = suite.with_cases(single, [case for case in chosen if not isinstance(case, Case)])
     made.name = sample.name
     return made
+
+
+def _check_names(config: GateConfig) -> None:
+    known = find_benchmarks()
+    if unknown := [name for name in config.benchmarks or () if name not in known]:
+        raise ConfigError(f"gate.benchmarks: {unknown[0]}: no such benchmark; known: {', '.join(known)}.")
 
 
 def _load_benchmarks(
@@ -126,9 +171,8 @@ def _load_benchmarks(
 ) -> tuple[list[tuple[GateSample, Suite]], dict[str, str]]:
     """Return the samples that the benchmarks declare with their cases, and why others cannot be run."""
     known, files = find_benchmarks(), find_suite_files()
+    _check_names(config)
     names = list(known) if config.benchmarks is None else config.benchmarks
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"gate.benchmarks: {unknown[0]}: no such benchmark; known: {', '.join(known)}.")
     loaded: list[tuple[GateSample, Suite]] = []
     not_run: dict[str, str] = {}
     for benchmark in known.values():

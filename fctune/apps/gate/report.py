@@ -12,8 +12,11 @@ from xml.etree import ElementTree
 
 from fctune.apps.gate.lines import JudgedLine, Verdict
 from fctune.base.files import write_atomically
+from fctune.engines.model_files import is_on_disk
+from fctune.runs.release import find_mark
 
 SCHEMA_VERSION = 1
+NO_LINE = "gate"  # name of what blocks a result of which no line ran
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -31,8 +34,8 @@ class GateReport:
         warnings: What to know before the verdicts, such as a line that is too small to find anything.
         commands: What trains the result again with the remedies of all lines.
         tables: Further measurements that have no verdict, by name.
-        still_blocking: Lines for which an earlier gate stopped the result and which did not run in this one, each with
-            ``name``, ``title`` and ``verdict``.
+        still_blocking: Lines for which an earlier gate stopped the result and which this one does not clear, each with
+            ``name``, ``title``, ``verdict``, ``reason`` and, if it is known, ``n``.
     """
 
     base: str
@@ -56,6 +59,21 @@ class GateReport:
         """True if the result must not be released: a line is worse, or undecided where all are required to be safe."""
         is_unsafe = bool(self.settings["require_safe"]) and self.verdict == "undecided"
         return self.verdict == "worse" or is_unsafe or bool(self.still_blocking)
+
+    @property
+    def has_no_line(self) -> bool:
+        """True if no line ran."""
+        return not self.lines
+
+    def describe_block(self) -> str:
+        """Return what keeps a blocked result from its release, for people; empty if it is not blocked."""
+        if not self.is_blocked:
+            return ""
+        if not is_on_disk(self.tuned):
+            return (
+                f"blocked, and no mark can be written for {self.tuned}, which is not on this machine: do not release it"
+            )
+        return f"blocked: fctune serve, push and export refuse it; mark: {find_mark(self.tuned)}"
 
     @property
     def blocking(self) -> tuple[JudgedLine, ...]:
@@ -92,15 +110,18 @@ class GateReport:
 
     def to_junit(self) -> str:
         """Return the report as JUnit XML: a blocking line is a failure; one that is undecided or not run is skipped."""
-        stopped = {line["name"]: line["verdict"] for line in self.still_blocking}
+        stopped = {line["name"]: line for line in self.still_blocking}
         others = [name for name in self.not_run if name not in stopped]
-        blocking = {line.line.name for line in self.blocking}
+        names = {line.line.name for line in self.lines}
+        if self.has_no_line and self.is_blocked and NO_LINE not in stopped:
+            stopped[NO_LINE] = {"name": NO_LINE, "verdict": "undecided"}
+        blocking = {line.line.name for line in self.blocking} | (stopped.keys() & names)
         num_undecided = sum(line.verdict == "undecided" and line.line.name not in blocking for line in self.lines)
         suite = ElementTree.Element(
             "testsuite",
             name="fctune gate",
-            tests=str(len(self.lines) + len(stopped) + len(others)),
-            failures=str(len(blocking) + len(stopped)),
+            tests=str(len(names | stopped.keys()) + len(others)),
+            failures=str(len(blocking | stopped.keys())),
             errors="0",
             skipped=str(num_undecided + len(others)),
         )
@@ -114,13 +135,20 @@ class GateReport:
 
         for line in self.lines:
             if line.line.name in blocking:
-                fail(line.line.name, line.verdict, line.describe())
+                found = stopped.get(line.line.name, {"verdict": line.verdict})
+                fail(line.line.name, found["verdict"], _describe_earlier(found) + line.describe())
             else:
                 case = add(line.line.name)
                 if line.verdict == "undecided":
                     ElementTree.SubElement(case, "skipped", message=_to_xml_text(f"undecided: {line.describe()}"))
-        for name, verdict in stopped.items():
-            fail(name, verdict, f"in an earlier gate; not run in this one: {self.not_run.get(name, 'not planned')}")
+        for name, earlier in stopped.items():
+            if name not in names:
+                fail(
+                    name,
+                    earlier["verdict"],
+                    _describe_earlier(earlier)
+                    + self.not_run.get(name, "no line ran" if name == NO_LINE else "not planned"),
+                )
         for name in others:
             ElementTree.SubElement(add(name), "skipped", message=_to_xml_text(f"not run: {self.not_run[name]}"))
         ElementTree.indent(suite)
@@ -134,6 +162,11 @@ class GateReport:
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n"
         write_atomically(path, text.encode("utf-8", "replace"))  # ids may have half of a surrogate pair
         return path
+
+
+def _describe_earlier(line: Mapping[str, Any]) -> str:
+    """Return the beginning of a failure's text for a line of an earlier gate; empty for one of this gate."""
+    return f"{line['verdict']} in an earlier gate; {line['reason']}: " if "reason" in line else ""
 
 
 def _to_xml_text(text: str) -> str:

@@ -98,6 +98,12 @@ def _describe_mark(export: Path) -> list[str]:
     return ["## Not released", text, "\n".join([_row(["line", "verdict"]), _row(["---", "---"]), *rows])]
 
 
+def add_mark(export: Path, text: str) -> str:
+    """Return a card that others wrote with the section of the lines on which the gate stopped the model, if it did."""
+    section = "\n\n".join(_describe_mark(export))
+    return text if section in text else f"{text.rstrip()}\n\n{section}\n"
+
+
 def _list_accuracies(accuracies: Sequence[Accuracy]) -> list[str]:
     """Return one section with a table of each suite: accuracy with its 95 % interval, and the base model's."""
     if not accuracies:

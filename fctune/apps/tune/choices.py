@@ -27,8 +27,9 @@ from fctune.models.hub import parse_name
 from fctune.models.planned_model import extend_architecture, find_architecture
 from fctune.parallel.search import LayoutSearch, Variant, list_overrides
 
-# Held-out cases that are aimed at: 200 pairs show a fall of about 10 points. Of few rows, a fifth at most is held out.
-_HELD_OUT, _MAX_SHARE, _MIN_SHARE = 200, 0.2, 0.02
+# Held-out cases that are aimed at: 200 pairs show a fall of about 10 points, 600 one of 5, which a thorough gate looks
+# for. Of few rows, a fifth at most is held out.
+_HELD_OUT, _THOROUGH_HELD_OUT, _MAX_SHARE, _MIN_SHARE = 200, 600, 0.2, 0.02
 # Conversations that the demo trains the tiny base on; a real model knows language, and needs fewer passes.
 _TINY_ROWS, _TINY_EPOCHS = 10_000, 10
 _EPOCHS = ((1_000, 4), (5_000, 3), (50_000, 2))  # of fewer conversations than this; of more, one
@@ -37,6 +38,7 @@ _FEW_NO_CALLS, _TAKE_AWAY = (
     0.1,
     "15%",
 )  # below this share of rows without a call, this share of others is made into some
+_MIN_ANSWER, _THINKING = 256, 1024  # tokens of an answer of the gate, and of its reasoning
 _TINY_WEIGHTS = 20_000_000
 _OTHER_FAMILY = math.log(4)  # how much nearer in size a model of another family must be
 _ALTERNATIVES = {"global_batch_size": "global_batch_tokens"}  # by key; only one of both may be set
@@ -64,6 +66,8 @@ class PreparedFacts:
     tokens: int
     held_out: int  # as the split prints it
     cases: int  # that the gate can ask
+    answer_tokens: int = 0  # of the longest held-out answer; 0: unknown
+    prints_reasoning: bool = False  # the model's template does
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +253,20 @@ def size_config(
     if has_cases:
         draft.choose("data.validation_share", 0.0, "--cases gives the held-out cases")
     else:
-        share = min(_MAX_SHARE, max(_MIN_SHARE, round(_HELD_OUT / facts.conversations, 3)))
+        gate = draft.parse().gate
+        wanted = _THOROUGH_HELD_OUT if gate is not None and gate.thorough else _HELD_OUT
+        share = min(_MAX_SHARE, max(_MIN_SHARE, round(wanted / facts.conversations, 3)))
         count = f"about {share * facts.conversations:,.0f} of {rows} held out for the gate"
         if prepared is not None:
             count = f"{prepared.held_out:,} of {rows} held out, {format_count(prepared.cases, 'case')} for the gate"
         draft.choose("data.validation_share", share, f"{count}; never trained on")
+    if prepared is not None and prepared.answer_tokens:
+        wanted = max(_MIN_ANSWER, 64 * math.ceil(1.25 * prepared.answer_tokens / 64))
+        wanted += _THINKING if prepared.prints_reasoning else 0
+        room = max(_MIN_ANSWER, limit - facts.longest)  # a prompt that leaves too little is not asked
+        why = f"the longest held-out answer has {format_count(prepared.answer_tokens, 'token')}"
+        more = ", and the model may think" if prepared.prints_reasoning else ""
+        draft.choose("gate.max_new_tokens", min(wanted, room), f"{why}{more}")
     is_tiny = count_weights(architecture) < _TINY_WEIGHTS
     if is_tiny:
         epochs = min(_TINY_EPOCHS, max(1, round(_TINY_ROWS / facts.conversations)))

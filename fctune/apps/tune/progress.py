@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fctune.runs.directory import DirectoryLock, RunFiles
 
 STEPS = ("check", "split", "plan", "train", "gate", "report")
 RUN = "run"  # directory of the training run
+GATE_SETTINGS = "gate settings"  # the input that may change after training
 _FILE = "tune.json"
 _SCHEMA_VERSION = 1
 
@@ -56,6 +58,8 @@ class Progress:
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
             self._inputs = {str(name): str(value) for name, value in found["inputs"].items()}
+            if GATE_SETTINGS not in self._inputs:  # of a tune by an older version
+                self._inputs |= split_settings(shlex.split(self._inputs.get("settings", "")))
             self._steps = {name: dict(found["steps"][name]) for name in STEPS if name in found["steps"]}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
@@ -66,7 +70,8 @@ class Progress:
     def accept(self, inputs: Mapping[str, str]) -> list[str]:
         """Compare the inputs with those of the finished steps; returns what changed, one phrase each.
 
-        Steps before training are forgotten if anything changed, so that they are repeated.
+        Steps before training are forgotten if anything changed, so that they are repeated. After training, only the
+        settings of the gate may change, and the gate is forgotten.
 
         Args:
             inputs: What the steps depend on, by a name for messages.
@@ -75,37 +80,41 @@ class Progress:
             ConfigError: Something changed, and training has begun.
         """
         changes = self._list_changes(inputs)
-        if changes and self.has_training_begun:
-            lines = "\n".join(f"  {change}" for change in changes)
+        is_trained = self.has_training_begun
+        if is_trained and (refused := [change for name, change in changes.items() if name != GATE_SETTINGS]):
+            lines = "\n".join(f"  {change}" for change in refused)
             raise ConfigError(
                 f"--out {self.folder}: was trained with other rows or settings.\n{lines}\n"
                 "Repeat the command as it was, or choose another --out."
             )
         is_repeated = bool(changes and self._steps)
-        if changes:
+        if changes and is_trained:
+            self.forget("gate")
+        elif changes:
             self._steps = {}
         self._inputs = dict(inputs)
         self._write_record()
-        return changes if is_repeated else []
+        return list(changes.values()) if is_repeated else []
 
     @property
     def has_training_begun(self) -> bool:
         """True if training has taken or loaded a step; a launch that is refused leaves a directory without run.json."""
         return RunFiles(self.folder / RUN).run.is_file()
 
-    def _list_changes(self, inputs: Mapping[str, str]) -> list[str]:
+    def _list_changes(self, inputs: Mapping[str, str]) -> dict[str, str]:
+        """Return one phrase for each input that changed, by its name."""
+        changes: dict[str, str] = {}
         if not self._inputs:
-            return []
-        changes = []
+            return changes
         for name in dict.fromkeys((*self._inputs, *inputs)):
             before, after = self._inputs.get(name), inputs.get(name)
             if before == after:
                 continue
             if name.startswith("content of "):
                 what = "has changed" if before and after else "is new" if after else "is gone"
-                changes.append(f"{name.removeprefix('content of ')} {what}")
+                changes[name] = f"{name.removeprefix('content of ')} {what}"
             else:
-                changes.append(f"{name}: was {before or 'not given'}, is {after or 'not given'}")
+                changes[name] = f"{name}: was {before or 'not given'}, is {after or 'not given'}"
         return changes
 
     def find(self, step: str) -> dict[str, Any] | None:
@@ -127,6 +136,11 @@ class Progress:
         self.forget(step)
         at = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         self._steps[step] = {"at": at, "found": dict(found)}
+        self._write_record()
+
+    def amend(self, step: str, **found: Any) -> None:
+        """Change what a finished step found; the later ones stay done."""
+        self._steps[step]["found"] |= found
         self._write_record()
 
     def _write_record(self) -> None:
@@ -152,6 +166,15 @@ class Progress:
             f"--out {self.folder}: cannot be written ({reason}). Free some space or choose another directory; the "
             "same command resumes."
         )
+
+
+def split_settings(words: Iterable[str]) -> dict[str, str]:
+    """Return ``key=value`` words as two inputs, those of the gate apart."""
+    found: dict[str, list[str]] = {"settings": [], GATE_SETTINGS: []}
+    for word in words:
+        section = word.removeprefix("~").partition("=")[0].partition(".")[0]
+        found[GATE_SETTINGS if section == "gate" else "settings"].append(word)
+    return {name: shlex.join(part) for name, part in found.items()}
 
 
 def _is_only_lock(folder: Path) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fctune.base.errors import ConfigError, DataError
-from fctune.calls.response_template import find_call_format
+from fctune.calls.response_template import find_call_format, iter_answers
 from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
 from fctune.config.sections.data import REDACT_KINDS, SourceConfig
@@ -154,6 +154,22 @@ def check_rows(
         fold=first.fold,
         selection=Selection.from_config(first),
     )
+
+
+def measure_answers(config: RunConfig, model_dir: Path, conversations: Iterable[Conversation]) -> tuple[int, bool]:
+    """Return the tokens of the longest last answer of conversations, and True if the template prints reasoning."""
+    chosen = read_chosen_template(config.model)
+    template = ChatTemplate(model_dir, make_supervision(config.data), config.model.template_args, chosen)
+    longest = 0
+    for conversation in conversations:
+        *earlier, last = conversation.messages
+        messages = (*(replace(message, weight=0.0) for message in earlier), last)
+        try:
+            for answer in iter_answers(template, replace(conversation, messages=messages)):
+                longest = max(longest, len(template.tokenizer.encode(answer.text, add_special_tokens=False)))
+        except DataError:  # not trained on either
+            continue
+    return longest, template.reasoning.key is not None
 
 
 def describe_rows(report: Report) -> str:

@@ -32,7 +32,8 @@ class GateConfig:
     benchmarks: Annotated[list[str] | None, Null("all that `fctune eval` knows")] = None
     """Benchmarks to ask, by name; one whose data is missing is listed as not run. `[]`: only the held-out cases."""
     max_tokens: Annotated[int | None, AT_LEAST_1, Null("no limit")] = None
-    """Token budget: the most tokens that both models together may generate. Lines get fewer cases to keep it."""
+    """Token budget: the most tokens that both models together may generate. Lines get fewer cases to keep it, however
+    long every answer and every turn is."""
     max_new_tokens: Annotated[int, AT_LEAST_1] = 256
     """Maximum length of an answer in tokens."""
     chat_template: Literal["same", "tuned", "own"] = "same"

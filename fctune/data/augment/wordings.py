@@ -50,7 +50,7 @@ _CLAUSE = re.compile(
 
 
 class Ability(NamedTuple):
-    """What a tool does, as phrases that wordings are filled with.
+    """Phrases for what a tool does, which fill the gaps of wordings.
 
     Attributes:
         do: A phrase that follows "I can": ``get the weather of a city``; None if neither the description nor the name

@@ -257,8 +257,10 @@ def _iter_rows(stream: io.BufferedReader, path: str, chunk_bytes: int) -> Iterat
             f"{path}: binary or not UTF-8 (starts with {head[:8]!r}). Expected JSON, JSON Lines (plain or "
             "gzipped), Parquet or CSV."
         )
-    first_line = head.lstrip().split(b"\n", 1)[0].strip()
-    is_begun = first_line[:1] == b"{" and first_line[-1:] in (b"{", b"[", b",", b":")  # an object over several lines
+    first_line, _, following = head.lstrip().partition(b"\n")
+    first_line = first_line.strip()
+    is_indented = following[:1] in (b" ", b"\t") and first_line[-1:] in (b"{", b"[", b",", b":")
+    is_begun = first_line == b"{" or (first_line[:1] == b"{" and is_indented)  # an object over several lines
     if head.lstrip()[:1] == b"[" or is_begun:
         return iter_objects(stream, path, chunk_bytes)
     return iter_lines(stream)

@@ -80,7 +80,7 @@ class ParsedRow:
 
     @property
     def redacted(self) -> dict[str, Any] | None:
-        """What was redacted in the row, from its metadata: places by kind, and ``calls`` that hold a placeholder."""
+        """The row's record of its redaction: the number of places by kind, and the ``calls`` with a placeholder."""
         metadata = self.raw.get("metadata")
         entry = metadata.get("redacted") if isinstance(metadata, dict) else None
         if not isinstance(entry, dict) or entry.keys() != {"kinds", "calls"}:

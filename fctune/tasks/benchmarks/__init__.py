@@ -29,6 +29,7 @@ class GateSample(NamedTuple):
         max_cases: Largest number of cases; the gate's settings may ask for fewer.
         cause: What a fall is explained by: ``calls``, ``over_calling``, ``over_refusing``, ``asking``, ``multi_turn``,
             ``reasoning`` or ``text``.
+        thorough_cases: Largest number of cases of a thorough gate; 0: ``max_cases``.
     """
 
     name: str
@@ -36,6 +37,7 @@ class GateSample(NamedTuple):
     categories: tuple[str, ...]
     max_cases: int
     cause: str = ""
+    thorough_cases: int = 0
 
 
 class Benchmark(ABC):

@@ -244,13 +244,12 @@ class DistinctRequests:
 
 
 _MAX_WRITTEN = 600  # as many as a thorough gate asks
-_MAX_COMPARED_ROWS = 100_000  # comparing more takes minutes
 
 
 def write_held_out_cases(config: DataConfig, prepared: PreparedSet, run: Path) -> None:
     """Write the first cases of a run's held-out conversations to its directory, to evaluate its exports with.
 
-    Of small sets, cases whose questions a training row asks as well are left out. Without cases, nothing is written.
+    Cases whose questions a training row asks as well are left out. Without cases, nothing is written.
     """
     if config.pairs or not len(prepared.packs["validation"][0]):
         return
@@ -269,8 +268,6 @@ def make_held_out_cases(config: DataConfig, prepared: PreparedSet) -> tuple[list
         DataError: A source cannot be read.
     """
     cases = find_held_out_cases(config, prepared, _MAX_WRITTEN)
-    if prepared.counts.rows > _MAX_COMPARED_ROWS:
-        return cases, 0
     leaked = find_asked(cases, config, frozenset(case.id for case in cases))
     return [case for case in cases if case.id not in leaked], len(leaked)
 
@@ -353,12 +350,25 @@ def _take_held_out(
         yield row.conversation, digest
 
 
-def _make_case(conversation: Conversation, name: str) -> Case | None:
+def cut_after_answer(conversation: Conversation) -> Conversation | None:
+    """Return a conversation up to the answer that its case asks for, which is included; None if it makes no case."""
+    index = _find_answer(conversation)
+    return None if index is None else replace(conversation, messages=conversation.messages[: index + 1])
+
+
+def _find_answer(conversation: Conversation) -> int | None:
     messages = conversation.messages
     answers = [index for index, message in enumerate(messages) if message.role == "assistant" and index > 0]
     if not answers or not conversation.tools:
         return None
-    index = next((index for index in answers if messages[index].calls), answers[-1])
+    return next((index for index in answers if messages[index].calls), answers[-1])
+
+
+def _make_case(conversation: Conversation, name: str) -> Case | None:
+    messages = conversation.messages
+    index = _find_answer(conversation)
+    if index is None:
+        return None
     expected = messages[index].calls
     prompt = replace(conversation, messages=messages[:index])
     return Case(id=name, category="call" if expected else "no_call", prompt=prompt, expected=expected)

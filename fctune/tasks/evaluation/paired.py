@@ -13,6 +13,8 @@ from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
 from fctune.tasks.judge import Row, is_valid
 
+_Z = NormalDist().inv_cdf(0.975)  # of the intervals, which are of 95 %
+
 
 class PairedOutcome(NamedTuple):
     """One item that two models were asked: its id, and if each of them got it right."""
@@ -111,11 +113,18 @@ def paired_difference_interval(turned_right: int, turned_wrong: int, n: int) -> 
     """
     if n == 0:
         return -1.0, 1.0
-    z = NormalDist().inv_cdf(0.975)
     return (
-        _solve(lambda difference: _score(turned_right, turned_wrong, n, difference) - z),
-        _solve(lambda difference: _score(turned_right, turned_wrong, n, difference) + z),
+        _solve(lambda difference: _score(turned_right, turned_wrong, n, difference) - _Z),
+        _solve(lambda difference: _score(turned_right, turned_wrong, n, difference) + _Z),
     )
+
+
+def fewest_pairs(tolerance: float) -> int:
+    """Return the fewest pairs of which, if none changes, the interval of the difference ends above ``-tolerance``.
+
+    Without changes, the lower end of ``paired_difference_interval`` is ``-z**2 / (n + z**2)``.
+    """
+    return math.floor(_Z**2 * (1 - tolerance) / tolerance) + 1
 
 
 def adjust_p_values(p_values: Sequence[float]) -> list[float]:

@@ -88,8 +88,9 @@ class ResultsFile:
             raise self._unwritable(error) from None
 
     def count(self) -> int:
-        """Return the number of rows that are on disk, of all ranks."""
-        return len({row["id"] for path in (self.path, *self._parts()) for row in read_rows(path, is_partial=True)})
+        """Return the number of answers on disk, of all ranks; a row with an error is asked again."""
+        rows = (row for path in (self.path, *self._parts()) for row in read_rows(path, is_partial=True))
+        return len({row["id"] for row in rows if row.get("error") is None})
 
     def close(self) -> None:
         """Close the results file; the lock stays until ``release``."""

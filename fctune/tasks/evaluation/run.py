@@ -40,7 +40,11 @@ def describe_run(suite: Suite, engine: Engine, call_format: CallFormat | None, m
 
 
 def ask_cases(
-    cases: Sequence[Case], engine: Engine, call_format: CallFormat | None, max_new_tokens: int
+    cases: Sequence[Case],
+    engine: Engine,
+    call_format: CallFormat | None,
+    max_new_tokens: int,
+    is_first: bool = True,
 ) -> Iterator[JudgedEpisode]:
     """Ask single-turn cases, all at once, and yield the judged answers as they arrive.
 
@@ -49,9 +53,10 @@ def ask_cases(
         engine: The model or server.
         call_format: The call format of its text; None: the server has parsed the calls.
         max_new_tokens: Maximum length of an answer.
+        is_first: No case was answered before, so an engine that can answer none of them is an error.
     """
     runner = EpisodeRunner(engine, call_format, EpisodeLimits(max_new_tokens))
-    return map(judge_episode, runner.run(map(Episode, cases)))
+    return map(judge_episode, runner.run(map(Episode, cases), is_first=is_first))
 
 
 def run_suite(
@@ -101,7 +106,7 @@ def run_suite(
     def ask() -> None:
         runner = EpisodeRunner(engine, call_format, EpisodeLimits(max_new_tokens))
         judged = chain(
-            *(ask_cases(part, engine, call_format, max_new_tokens) for part in rounds),
+            *(ask_cases(part, engine, call_format, max_new_tokens, not finished) for part in rounds),
             map(judge_episode, runner.run(map(Episode, dialogues), num_at_once, is_first)),
         )
         try:

@@ -115,6 +115,17 @@ def test_a_line_that_finds_nothing_says_why(counts: Sequence[int], words: str) -
     assert words in str(judged.blindness)
 
 
+@pytest.mark.parametrize(("tolerance", "needed"), [(0.1, 35), (0.05, 73), (0.2, 16)])
+def test_a_line_too_small_ever_to_be_safe_says_so(tolerance: float, needed: int) -> None:
+    (enough,) = judge_lines([make_line("one", needed, 0, 0)], tolerance)
+    assert (enough.verdict, enough.shortage) == ("safe", None)
+    (short,) = judge_lines([make_line("one", needed - 1, 0, 0)], tolerance)
+    assert short.verdict == "undecided"
+    assert f"{needed - 1} items are too few for safe: even if no answer changes, that takes {needed}" in str(
+        short.shortage
+    )
+
+
 def test_lines_that_were_not_run_are_neither_passed_nor_failed_in_junit() -> None:
     lines = judge_lines([make_line("good", 100, 0, 0), make_line("b\x01ad", 10, 90, 0), make_line("dim", 9, 1, 0)], 0.1)
     report = GateReport("a", "b", tuple(lines), {"other": "no data\ud800"}, {"require_safe": False})
@@ -125,6 +136,19 @@ def test_lines_that_were_not_run_are_neither_passed_nor_failed_in_junit() -> Non
     strict = GateReport("a", "b", tuple(lines[2:]), {}, {"require_safe": True})
     assert (strict.verdict, strict.is_blocked) == ("undecided", True)
     assert GateReport("a", "b", (), {"all": "none"}, {"require_safe": False}).verdict == "undecided"
+    empty = GateReport("a", "b", (), {"all": "none"}, {"require_safe": True})
+    assert 'tests="2" failures="1" errors="0" skipped="1"' in empty.to_junit()
+    assert "no line ran" in empty.to_junit()
+
+
+def test_a_blocked_result_tells_where_its_mark_is_or_that_it_has_none(tmp_path: Path) -> None:
+    lines = tuple(judge_lines([make_line("bad", 10, 90, 0)], 0.1))
+    for tuned in ("http://host:8000", "hf:me/model"):
+        told = GateReport("a", tuned, lines, {}, {"require_safe": False}).describe_block()
+        assert "no mark can be written" in told
+        assert "serve" not in told
+    told = GateReport("a", str(tmp_path), lines, {}, {"require_safe": False}).describe_block()
+    assert told.endswith(f"mark: {tmp_path / 'not_released'}")
 
 
 def test_reports_hold_ids_of_any_character(tmp_path: Path) -> None:
@@ -165,6 +189,18 @@ def test_cases_that_were_made_are_told_apart_and_decide_the_cause() -> None:
             f"2 cases from your rows: 2 right before, {num_own} after; 3 cases made by taking the tool away: 3 right "
             f"before, {num_made} after"
         )
+
+
+def test_answers_that_are_cut_are_told_and_are_no_right_refusals() -> None:
+    names = [f"c{i}" for i in range(10)]
+    suite = Suite("held_out", tuple(Case(i, "no_call", Conversation((Message("user", "Hi"),), ()), ()) for i in names))
+    held_out = HeldOutCases(suite, suite.cases, (), tuple(names), (), (), "")
+    plain = {i: {"id": i, "verdict": "correct", "calls": [], "is_cut": False} for i in names}
+    cut = plain | {"c3": {**plain["c3"], "is_cut": True}}
+    lines, _, warnings = make_lines(Plan(held_out), {"held_out": plain}, {"held_out": cut})
+    (line,) = (line for line in lines if line.name == "over_calling")
+    assert [outcome.id for outcome in line.outcomes if not outcome.after] == ["c3"]
+    assert warnings[0].startswith("held_out: 1 of 10 answers of the result were cut off at the limit of tokens")
 
 
 def test_mistakes_in_calls_are_compared_where_the_base_calls() -> None:

@@ -14,15 +14,21 @@ import pytest
 
 from fctune.apps.gate import GateReport, run_gate
 from fctune.apps.gate.history import TrainingHistory, find_history
+from fctune.apps.gate.models import GateModel, open_models
 from fctune.base.errors import ConfigError, DataError
 from fctune.cli import main
 from fctune.cli.gate import print_report
 from fctune.cli.tables import make_console
 from fctune.config.sections.gate import GateConfig
+from fctune.data.conversation import Conversation, Message
 from fctune.data.sources.reader import parse_source
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.synthetic import iter_conversations
+from fctune.engines.opening import find_files
+from fctune.engines.server import ServerEngine
 from fctune.runs.release import mark_not_released, read_mark, remove_mark
+from fctune.tasks.judge import Row
+from fctune.tasks.suite import Suite
 from fctune.tasks.task import Case
 from tests.apps.gate.rule_server import Calls, serve_rule, write_cases
 from tests.engines.fault_server import Behave, Handler, serve
@@ -165,6 +171,34 @@ def test_a_benchmark_that_a_server_cannot_be_asked_is_not_run(
     assert not any(line.line.name.startswith("when2call") for line in report.lines)
 
 
+def test_a_benchmark_that_only_the_base_answers_is_not_run_and_the_falls_are_shown(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = GateModel.ask
+
+    def score(model: GateModel, suite: Suite, *rest: Any) -> dict[str, Row]:
+        if model.side == "base" and suite.name.startswith("when2call"):  # as a server that sends prompt_logprobs
+            return {case.id: {"id": case.id, "verdict": "correct"} for case in suite.cases}
+        return ask(model, suite, *rest)
+
+    monkeypatch.setattr(GateModel, "ask", score)
+    config, out = GateConfig(benchmarks=["when2call"], max_cases=30), tmp_path / "out"
+    options = {"when2call_data": str(write_rows(tmp_path / "rows.jsonl"))}
+    with serve_rule(expected) as base, serve_rule(expected, "timid") as tuned:
+        report = run_gate(base.url, tuned.url, out, cases=cases, config=config, options=options, **QUIET)
+    assert report.not_run["when2call_call"].startswith("tuned: ")
+    assert "Turned wrong" in (out / "gate.html").read_text()
+
+
+def test_the_page_shows_the_answers_of_the_line_s_own_suite(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    gate(cases, tmp_path, expected, "right", "timid", guided=True, max_cases=30)
+    shown = (tmp_path / "gate.html").read_text()
+    turned = shown[shown.index("Turned wrong") :]
+    assert "No tool does that." in turned, "the guided answers, which are right, have the same ids"
+
+
 def fail_often(handler: Handler, number: int, body: dict[str, Any]) -> None:
     """Refuse the requests whose question has an even length."""
     if len(body["messages"][-1]["content"]) % 2:
@@ -187,6 +221,21 @@ def test_cases_that_the_base_does_not_answer_hide_no_fall(
         report = run_gate(base.url, tuned.url, tmp_path / "b", cases=cases, config=config, **QUIET)
     lines = {line.line.name: line.comparison for line in report.lines}
     assert lines["abandoned"].turned_wrong, "to clients of the result, no answer is a wrong one"
+
+
+def test_a_gate_with_a_case_that_is_too_long_can_be_repeated(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_model("llama", max_position_embeddings=96)
+    questions = ("Hi", "kalo " * 200, "Hello")
+    cases = tuple(Case(str(i), "call", Conversation((Message("user", q),), ()), ()) for i, q in enumerate(questions))
+    model, config, lines = GateModel("base", str(folder), find_files(str(folder))), GateConfig(max_new_tokens=8), []
+    first = model.ask(Suite("held_out", cases), config, tmp_path, False, lines.append)
+    assert [row.get("error") is None for row in first.values()] == [True, False, True]
+    assert model.ask(Suite("held_out", cases), config, tmp_path, False, lines.append) == first
+    assert "3 cases, 2 of them answered before" in lines[1]
+
+
+def fail_always(handler: Handler, number: int, body: dict[str, Any]) -> None:
+    handler.send(400, '{"error": {"message": "too long"}}')
 
 
 def refuse(handler: Handler, number: int, body: dict[str, Any]) -> None:
@@ -224,11 +273,12 @@ def test_a_held_out_set_in_the_training_rows_is_refused_by_name(
     trained.write_text("".join(json.dumps({"messages": [*row["messages"], answer]}) + "\n" for row in rows[:2]))
     config = GateConfig(benchmarks=[])
     with (
-        serve_rule(expected) as server,
+        serve_rule(expected) as base,
+        serve_rule(expected) as result,
         pytest.raises(DataError, match=r"2 of \d+ cases are in the training rows of .*rows.jsonl"),
     ):
-        run_gate(server.url, f"{server.url}/v1", tmp_path, cases=cases, rows=[str(trained)], config=config, **QUIET)
-    assert not server.bodies, "nothing is asked before"
+        run_gate(base.url, result.url, tmp_path, cases=cases, rows=[str(trained)], config=config, **QUIET)
+    assert not base.bodies, "nothing is asked before"
 
 
 def test_named_rows_are_searched_to_the_end_and_without_those_that_the_run_held_out(
@@ -283,6 +333,28 @@ def test_paths_with_brackets_are_printed_as_they_are(
     assert "runs/[/b] against" in printed
     assert "not run: one (no data in [/b])" in printed
     assert f"page: {out}/gate.html" in printed
+
+
+@pytest.mark.parametrize(
+    ("end", "base_name", "tuned_name", "is_same"),
+    [
+        ("/v1", None, None, True),
+        ("/", None, None, True),
+        ("", None, "tiny", True),
+        ("/v1/", "tiny", None, True),
+        ("/v1", "tiny", "other", False),
+    ],
+)
+def test_one_served_model_by_two_spellings_is_refused(
+    end: str, base_name: str | None, tuned_name: str | None, is_same: bool
+) -> None:
+    with serve_rule({}) as server:
+        words = (server.url, server.url + end, GateConfig(), base_name, tuned_name)
+        if not is_same:
+            open_models(*words)
+            return
+        with pytest.raises(ConfigError, match="are both the model tiny of one server"):
+            open_models(*words)
 
 
 @pytest.mark.parametrize(
@@ -377,6 +449,55 @@ def test_a_gate_without_the_line_that_stopped_a_model_does_not_release_it(
     assert [case.attrib["name"] for case in suite if case.find("failure") is not None] == ["text"]
     assert main(["serve", str(run), "--print"]) == 2
     assert "instructions (worse)" in capsys.readouterr().err
+
+
+def test_a_gate_of_which_no_line_ran_is_named_as_such(
+    tiny_base: Path, copy_model: Callable[[Path, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned, cases = copy_model(tiny_base, "tuned"), tmp_path / "cases.jsonl"
+    write_cases(cases, 3)
+    words = ["--cases", str(cases), "--out", str(tmp_path / "out"), "--benchmarks", "none", "--max-new-tokens", "4"]
+    with serve(fail_always) as base:
+        words = ["gate", "--base", base.url, "--tuned", str(tuned), *words]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ServerEngine, "find_outage", lambda engine: None)
+            assert main([*words, "--require-safe"]) == 1
+    assert "undecided: no line ran" in capsys.readouterr().out
+    assert main(["serve", str(tuned), "--print"]) == 2
+    assert "no line of the gate ran (undecided)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tuned", ["http://127.0.0.1:9/v1", "hf:me/model"])
+def test_a_result_that_is_no_path_is_of_no_run_in_this_directory(
+    tuned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"model": {"path": "another"}}}))
+    monkeypatch.chdir(tmp_path)
+    assert find_history(tuned) is None
+    named = find_history(tuned, ["rows.jsonl"])
+    assert named is not None
+    assert named.run is None
+
+
+def test_a_smaller_gate_does_not_clear_a_line_that_got_worse(
+    tiny_base: Path, copy_model: Callable[[Path, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned, cases, out = copy_model(tiny_base, "tuned"), tmp_path / "cases.jsonl", tmp_path / "out"
+    write_cases(cases, 3)
+    words = ["gate", "--base", str(tiny_base), "--tuned", str(tuned), "--cases", str(cases), "--out", str(out)]
+    words += ["--benchmarks", "none", "--max-new-tokens", "4", "--max-cases", "2"]
+    line = {"name": "abandoned", "title": "abandoned", "verdict": "worse"}
+    for count, code in ((200, 1), (4, 0)):
+        mark_not_released(tuned, [{**line, "n": count}], tmp_path / "gate.json")
+        assert main(words) == code
+        assert (tuned / "not_released").exists() == bool(code)
+        told = "worse in an earlier gate of this result, and undecided on 4 items in this one, which had 200"
+        assert (told in capsys.readouterr().out) == bool(code)
+        suite = ElementTree.parse(out / "gate.xml").getroot()
+        failed = [case.attrib["name"] for case in suite if case.find("failure") is not None]
+        assert failed == (["abandoned"] if code else [])
+        assert int(suite.attrib["failures"]) == len(failed)
+        assert int(suite.attrib["tests"]) == len(suite)
 
 
 def test_models_in_a_folder_named_export_do_not_share_a_mark(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from fctune.apps.push.card import WRITTEN_BY, make_model_card, name_on_hub
+from fctune.apps.push.upload import Upload
 from fctune.cli import main
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig, SourceConfig
@@ -21,6 +22,7 @@ from fctune.engines.vllm_options import server_options
 from fctune.models.export import Prompting, copy_companions, write_adapter_config
 from fctune.models.sources import read_architecture
 from fctune.runs.record import read_run
+from fctune.runs.release import mark_not_released
 from fctune.tasks.evaluation.accuracy import find_accuracies
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
@@ -185,6 +187,25 @@ def test_an_edited_card_is_kept(run: Path, capsys: pytest.CaptureFixture[str], m
     assert "# other" in uploaded[1]
     assert "Mine." in uploaded[2]
     assert "# other" in uploaded[2]
+
+
+def test_a_card_of_one_s_own_names_what_the_gate_stopped(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export, cards = run / "export" / "merged", list[str]()
+
+    def push(upload: Upload, *_: object) -> str:
+        cards.append(upload.files["README.md"].decode() if isinstance(upload.files["README.md"], bytes) else "")
+        return "url"
+
+    monkeypatch.setattr("fctune.apps.push.upload.push", push)
+    monkeypatch.setattr("fctune.apps.push.upload.find_visibility", lambda *_: "new")
+    (export / "README.md").write_text("Mine.\n")
+    mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse"}], tmp_path / "gate.json")
+    assert main(["push", str(run), "me/tuned", "--yes", "--force"]) == 0
+    assert cards[0].startswith("Mine.\n\n## Not released\n")
+    assert cards[0].endswith("| instructions | worse |\n")
+    assert (export / "README.md").read_text() == "Mine.\n", "it would stay when the mark is gone"
 
 
 @pytest.mark.parametrize("name", ["mine", "a/b/c", "me/x y", "https://huggingface.co/me/x"])

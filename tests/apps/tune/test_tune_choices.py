@@ -86,6 +86,8 @@ def test_few_rows_get_small_batches_and_several_passes_and_many_rows_the_usual()
     many, _ = choose("fctune/assets/tiny_base", CPU, RowFacts(60_000, 12_000_000, 300))
     assert (few.epochs, few.data.validation_share, few.global_batch_size) == (10, 0.2, 1)
     assert (many.epochs, many.data.validation_share, many.global_batch_size) == (1, 0.02, 2)
+    thorough, _ = choose("fctune/assets/tiny_base", CPU, RowFacts(6_000, 1_200_000, 300), "gate.thorough=true")
+    assert thorough.data.validation_share == 0.1, "600 cases for falls of 5 points"
     for config in (few, many):
         assert (config.precision, config.compile) == ("fp32", False)  # no GPU
         assert config.gate is not None
@@ -190,6 +192,19 @@ def test_rows_without_a_call_that_repeat_each_other_count_once() -> None:
     facts = RowFacts(360, 100_000, 500, no_calls=58, requests=314, no_call_requests=12)
     _, reasons = choose("hf:Qwen/Qwen3-8B", H100, facts)
     assert reasons["data.augment.take_away"].startswith("12 of 314 different requests with tools call none")
+
+
+@pytest.mark.parametrize(
+    ("answer", "thinks", "longest", "limit"), [(40, False, 300, 256), (700, True, 900, 1920), (700, True, 40_000, 960)]
+)
+def test_the_gate_gives_answers_the_room_of_the_longest(answer: int, thinks: bool, longest: int, limit: int) -> None:
+    architecture, _, _ = find_architecture("hf:Qwen/Qwen3-8B")
+    draft, _ = draft_config("hf:Qwen/Qwen3-8B", architecture, H100, Path("out/run"), ROWS, [])
+    prepared = PreparedFacts(91, 91_000, 54, 52, answer_tokens=answer, prints_reasoning=thinks)
+    size_config(draft, RowFacts(360, 100_000, longest), architecture, H100, False, prepared)
+    gate = draft.parse().gate
+    assert gate is not None
+    assert gate.max_new_tokens == limit
 
 
 def test_the_numbers_of_the_prepared_set_take_the_place_of_estimates() -> None:

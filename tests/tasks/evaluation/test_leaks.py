@@ -17,7 +17,13 @@ from fctune.data.redaction import Redactor
 from fctune.data.sources.reader import parse_source
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.synthetic import iter_cases
-from fctune.tasks.evaluation.held_out import HELD_OUT_FILE, find_asked, find_leaks, write_held_out_cases
+from fctune.tasks.evaluation.held_out import (
+    HELD_OUT_FILE,
+    find_asked,
+    find_leaks,
+    make_held_out_cases,
+    write_held_out_cases,
+)
 from fctune.tasks.suite_files import load_suite
 from fctune.tasks.task import Case
 
@@ -117,6 +123,8 @@ def test_held_out_rows_that_a_run_wrote_as_cases_are_not_in_its_training_data(ti
     num_held_out = len(prepared.packs["validation"][0])
     assert len(suite.cases) < num_held_out  # one asks what a training row asks, too
     assert find_leaks(suite.all_cases, run) == (run, (), {})
+    large = replace(prepared, counts=replace(prepared.counts, rows=1_000_000))
+    assert [case.id for case in make_held_out_cases(config, large)[0]] == [case.id for case in suite.cases]
     (run / HELD_OUT_FILE).unlink()  # which says that these rows did not train
     leaks = find_leaks(suite.all_cases, run)
     assert leaks is not None

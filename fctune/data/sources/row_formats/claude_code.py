@@ -166,7 +166,7 @@ class _Tree:
             ) from None
 
     def load(self, number: int) -> Event:
-        """Return an event."""
+        """Read an event back from the temporary file, by its number."""
         self._store.seek(self._ends[number])
         event: Event = json.loads(self._store.read(self._ends[number + 1] - self._ends[number]))
         return event

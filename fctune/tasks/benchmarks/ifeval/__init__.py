@@ -33,7 +33,7 @@ class Ifeval(Benchmark):
         parser.add_argument("--data", default=_DATA, metavar="FILE", help=f"{_DATA_HELP}; the default")
 
     def open_predictions_suite(self, arguments: argparse.Namespace) -> Suite:
-        """Return all prompts."""
+        """Load the prompts that predictions may answer: all of the file in ``--data``."""
         from fctune.tasks.benchmarks.ifeval.cases import open_ifeval
 
         return open_ifeval(arguments.data)

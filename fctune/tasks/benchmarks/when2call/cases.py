@@ -68,7 +68,7 @@ class When2CallCase(AnswerCase):
         return failure._replace(benchmark=BenchmarkVerdict(False, reason, self._details(_NO_ANSWER, _NO_ANSWER)))
 
     def describe(self) -> Any:
-        """Return the choices."""
+        """Return each choice with its label, as JSON values."""
         return [[label, choice.to_openai()] for label, choice in zip(self.labels, self.choices, strict=True)]
 
     def _details(self, chosen: str, likeliest: str) -> dict[str, Any]:
