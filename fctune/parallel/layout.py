@@ -13,6 +13,7 @@ from fctune.config.sections.parallel import ParallelConfig
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import check_nf4_shards
 from fctune.models.loss import MAX_LOGITS
+from fctune.parallel.context_parallel import check_context_parallelism
 from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint
 from fctune.parallel.memory import MemoryModel
@@ -83,6 +84,7 @@ def choose_layout(config: RunConfig, model: CausalLM, hardware: Hardware, memory
     layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, estimate)
     check_layout(config, model, layout.mode, layout.shard)
     check_expert_parallelism(model, config.parallel.expert, world_size)
+    check_context_parallelism(model, config.parallel.context, world_size)
     fraction = memory.choose_fraction(world_size, layout.shard)
     max_logits = memory.choose_max_logits(world_size, layout.shard, fraction)
     return replace(layout, fraction=fraction, max_logits=max_logits)

@@ -17,6 +17,7 @@ from fctune.data.data_size import measure_data
 from fctune.data.prepared_set import resolve_batch_size
 from fctune.models.architecture import Architecture
 from fctune.models.planned_model import find_planned_tokens, shape_model
+from fctune.parallel.context_parallel import check_context_parallelism
 from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.layout import Hardware, check_layout, choose_layout
 from fctune.parallel.memory import MemoryModel, Peak, Setting
@@ -161,6 +162,7 @@ class LayoutSearch:
         try:
             check_layout(config, self.model, setting.mode, setting.shard)
             check_expert_parallelism(self.model, config.parallel.expert, setting.world_size)
+            check_context_parallelism(self.model, config.parallel.context, setting.world_size)
         except ConfigError:
             return False
         return not problems.lines
