@@ -198,7 +198,7 @@ class RunConfig:
                 )
         self._check_preference(problems)
         self._check_grpo(problems)
-        if self.parallel.context > 1 and (self.preference is not None or self.grpo is not None):
+        if (self.parallel.context or 1) > 1 and (self.preference is not None or self.grpo is not None):
             name = "grpo" if self.preference is None else "preference"
             problems.add(
                 ("parallel", name),

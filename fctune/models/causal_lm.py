@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fctune.base.errors import ConfigError
 from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
-from fctune.models.context_exchange import ContextGroup
+from fctune.models.context_exchange import WHOLE_ROWS
 from fctune.models.dropout import TokenKeys
 from fctune.models.loss import IGNORE, MAX_LOGITS, supervised_losses
 from fctune.models.precision import PrecisionPolicy
@@ -82,7 +82,7 @@ class CausalLM(nn.Module, ABC):
         self.token_keys = TokenKeys()
         self.max_logits = MAX_LOGITS
         self.router_balance: RouterBalance | None = None
-        self.context_group = ContextGroup()
+        self.context_group = WHOLE_ROWS
         self.head_counts: frozenset[tuple[int, int]] = frozenset({(architecture.num_heads, architecture.num_kv_heads)})
 
     @property

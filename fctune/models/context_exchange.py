@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
@@ -28,6 +29,10 @@ class ContextGroup:
     def find_share(self, world: World) -> tuple[int, int]:
         """Return the index of this group among all groups, and their number: whose rows it has."""
         return world.rank // self.size, world.world_size // self.size
+
+
+# A rank that has whole rows.
+WHOLE_ROWS = ContextGroup()
 
 
 def count_repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int | None:
@@ -53,7 +58,7 @@ def to_tokens(x: Tensor, group: ContextGroup) -> Tensor:
 
 def _exchange(parts: Tensor, group: ContextGroup) -> Tensor:
     """Send ``parts[i]`` to rank i of the group, and return what the ranks sent, in their order; gradients go back."""
-    received: Tensor = collectives.all_to_all_single_autograd(
-        parts.contiguous().flatten(0, 1), None, None, group.name
-    )
-    return collectives.wait_tensor(received).view(parts.shape)
+    name: Any = group.name  # torch has a type of its own for names
+    received = collectives.all_to_all_single_autograd(parts.contiguous().flatten(0, 1), None, None, name)
+    exchanged: Tensor = collectives.wait_tensor(received)  # type: ignore[no-untyped-call]
+    return exchanged.view(parts.shape)

@@ -34,6 +34,12 @@ def check_context_parallelism(model: CausalLM, num_ranks: int, world_size: int) 
         raise ConfigError(f"{key}: does not divide the attention of this model, {counts}; use {' or '.join(fitting)}.")
 
 
+def can_share_rows(model: CausalLM, num_ranks: int, world_size: int) -> bool:
+    """Return whether ``check_context_parallelism`` accepts a number of ranks."""
+    fits = world_size % num_ranks == 0 and not model.state_layers and _divides_heads(model, num_ranks)
+    return num_ranks == 1 or fits
+
+
 def _divides_heads(model: CausalLM, num_ranks: int) -> bool:
     return all(count_repeats(heads, kv, num_ranks) is not None for heads, kv in model.head_counts)
 

@@ -66,8 +66,8 @@ def shard_(model: CausalLM, layout: ParallelLayout, config: ParallelConfig, hard
     Returns:
         The control of gradient reduction for the training step.
     """
-    if config.context > 1:
-        share_rows_(model, config.context, hardware.world_size, hardware.device_type)
+    if layout.context > 1:
+        share_rows_(model, layout.context, hardware.world_size, hardware.device_type)
     if model.precision.is_mixed or config.cpu_offload or layout.mode in ("fsdp", "hsdp"):
         spread = spread_experts_(model, config.expert, hardware.device_type) if config.expert > 1 else set()
         _fully_shard_(model, layout, config, hardware.device_type, spread)

@@ -73,11 +73,11 @@ def count_steps(config: RunConfig, loader: GlobalLoader, world: World) -> int:
     if not loader.prepared.num_packs("train"):
         raise DataError("the training split has no conversations. Add rows, or lower data.validation_share.")
     num_packs = min(loader.prepared.num_packs("train"), config.global_batch_size)
-    num_shares = world.world_size // config.parallel.context
+    num_shares = world.world_size // (config.parallel.context or 1)
     if num_packs < num_shares and world.is_main:
         logger.warning(
             "%d of %d ranks have no data: a step has %d %s. Use fewer ranks, or a larger global_batch_size.",
-            (num_shares - num_packs) * config.parallel.context,
+            (num_shares - num_packs) * (config.parallel.context or 1),
             world.world_size,
             num_packs,
             "packs" if loader.prepared.is_packed else "conversations",
@@ -123,9 +123,7 @@ def train(
     if source is None:
         assert loader is not None
         model = state.model
-        source = Prefetcher(
-            loader, world, config.micro_batch_size, model.make_bounds, num_steps, model.context_group
-        )
+        source = Prefetcher(loader, world, config.micro_batch_size, model.make_bounds, num_steps, model.context_group)
     with source, Meter(config, state.model, world, gpu_hours) as meter:
         while state.step < num_steps:
             started = time.perf_counter()

@@ -17,7 +17,7 @@ from fctune.base.distributed import World
 from fctune.checkpoint.state import DataCursor
 from fctune.data.loader import IGNORE, ROW_MULTIPLE, Batch, GlobalLoader, GlobalStep, StepTotals
 from fctune.models.attention import DocumentBounds, MakeBounds
-from fctune.models.context_exchange import ContextGroup
+from fctune.models.context_exchange import WHOLE_ROWS, ContextGroup
 from fctune.models.dropout import row_key
 
 
@@ -92,7 +92,7 @@ class Prefetcher:
         micro_batch_size: int,
         make_bounds: MakeBounds,
         num_steps: int,
-        group: ContextGroup = ContextGroup(),
+        group: ContextGroup = WHOLE_ROWS,
     ):
         self._loader, self._world, self._make_bounds, self._group = loader, world, make_bounds, group
         self._micro_batch_size, self._num_steps = micro_batch_size, num_steps
@@ -149,7 +149,7 @@ def make_inputs(
     seed: int = 0,
     step: int = 0,
     is_pinned: bool = False,
-    group: ContextGroup = ContextGroup(),
+    group: ContextGroup = WHOLE_ROWS,
 ) -> Inputs:
     """Build the model inputs of a batch on the CPU; dropout is a function of (seed, step, row).
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError
+from fctune.config.schema import RunConfig
 from fctune.data.loader import IGNORE, Batch
 from fctune.models.causal_lm import CausalLM
 from fctune.models.context_exchange import ContextGroup, count_repeats
 from fctune.parallel.activations import compile_blocks_
 from fctune.parallel.context_parallel import check_context_parallelism, share_rows_
+from fctune.parallel.memory import MemoryModel, Setting
+from fctune.parallel.speed import count_exchange
 from fctune.training.prefetch import make_inputs
-from tests.models.dense_samples import FAMILIES, LENGTHS, draw_conversations, make_model
+from tests.models.dense_samples import FAMILIES, LENGTHS, draw_conversations
+from tests.models.dense_samples import make_model as make_dense
 from tests.ranks import run_ranks
+from tests.training.training_runs import build_trainable, make_config
 
 CPU = torch.device("cpu")
 
@@ -59,7 +69,7 @@ def compare_split(world: World, model_types: list[str], batches: list[Batch], is
     """Return the families whose loss or gradients change as ranks share rows, with the largest difference."""
     found = []
     for model_type in model_types:
-        model = make_model(model_type)
+        model = make_dense(model_type)
         whole = [compute(model, batch) for batch in batches]
         check_context_parallelism(model, world.world_size, world.world_size)
         share_rows_(model, world.world_size, world.world_size, "cpu")
@@ -100,6 +110,47 @@ def test_compiled_blocks_exchange_heads(backend: str, model_types: list[str], mo
     assert run_ranks(compare_split, 2, model_types, BATCHES[:2], True) == [[]] * 2
 
 
+class CountedExchanges(TorchDispatchMode):
+    """Counts the bytes that this rank sends to the others of its group."""
+
+    def __init__(self, num_ranks: int):
+        super().__init__()
+        self.num_ranks, self.num_bytes = num_ranks, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            self.num_bytes += args[0].nbytes * (self.num_ranks - 1) // self.num_ranks
+        return func(*args, **(kwargs or {}))
+
+
+def count_bytes(world: World, config: RunConfig, batch: Batch) -> tuple[int, float]:
+    """Return the bytes that a rank sends for a batch, and those that the planner counts."""
+    model, _ = build_trainable(config, world)
+    model.train()
+    inputs = make_inputs(batch, model.make_bounds, group=model.context_group)
+    with CountedExchanges(world.world_size) as counted:
+        model(**inputs.arguments(CPU)).backward()
+    fraction = config.activation_checkpointing.fraction
+    assert fraction is not None
+    setting = Setting("fsdp", 1, world.world_size, fraction, 1, context=world.world_size)
+    return counted.num_bytes, count_exchange(MemoryModel(model, config, None), setting, inputs.tokens.numel())
+
+
+@pytest.mark.parametrize(("num_ranks", "fraction"), [(2, 0.0), (2, 1.0), (4, 0.0)])
+def test_ranks_send_as_many_bytes_as_planned(
+    num_ranks: int, fraction: float, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_config(
+        make_model("llama"),
+        tmp_path,
+        adapter=None,  # the first block's keys have no gradient if neither they nor the embedding train
+        parallel={"mode": "fsdp", "context": num_ranks},
+        activation_checkpointing={"fraction": fraction},
+    )
+    for counted, planned in run_ranks(count_bytes, num_ranks, config, make_batch(100, 28)):
+        assert counted == planned > 0
+
+
 @pytest.mark.parametrize(
     ("heads", "kv", "ranks", "repeats"),
     [(32, 8, 8, 1), (32, 8, 2, 1), (32, 8, 16, 2), (4, 2, 4, 2), (12, 4, 6, 3), (6, 6, 4, None), (6, 2, 4, None)],
@@ -116,7 +167,7 @@ def test_key_heads_are_repeated_as_seldom_as_ranks_need(heads: int, kv: int, ran
 
 
 def test_parts_of_a_batch_are_its_tokens_in_order() -> None:
-    batch, make_bounds = make_batch(37), make_model("llama").make_bounds
+    batch, make_bounds = make_batch(37), make_dense("llama").make_bounds
     whole = make_inputs(batch, make_bounds)
     parts = [make_inputs(batch, make_bounds, group=ContextGroup(rank, 2)) for rank in range(2)]
     assert [part.start for part in parts] == [0, 32]  # each a multiple of 16
@@ -131,12 +182,12 @@ def test_parts_of_a_batch_are_its_tokens_in_order() -> None:
 
 
 def test_what_cannot_be_split_is_refused() -> None:
-    model = make_model("llama")
-    with pytest.raises(ConfigError, match="parallel.context=4: does not divide the 6 ranks"):
+    model = make_dense("llama")
+    with pytest.raises(ConfigError, match=r"parallel.context=4: does not divide the 6 ranks"):
         check_context_parallelism(model, 4, 6)
     with pytest.raises(ConfigError, match=r"parallel.context=3: .* 4 heads with 2 of keys; use 1 or 2\."):
         check_context_parallelism(model, 3, 6)
     model.state_layers = "2 Mamba2Mixer, kernels"
-    with pytest.raises(ConfigError, match="parallel.context=2: .* carry state along it .2 Mamba2Mixer, kernels."):
+    with pytest.raises(ConfigError, match=r"parallel.context=2: .* carry state along it .2 Mamba2Mixer, kernels."):
         check_context_parallelism(model, 2, 4)
     check_context_parallelism(model, 1, 4)
