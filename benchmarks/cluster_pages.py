@@ -181,6 +181,27 @@ def make_gpus_table() -> str:
     return "\n".join(lines)
 
 
+def make_context_table() -> str:
+    """Plan long rows that one rank has alone, or that ranks share."""
+    contexts = (1, 2, 4, 8)
+    lines = [f"| config | GPUs | tokens of a row | {' | '.join(map(str, contexts))} | chosen |", "|---" * 8 + "|"]
+    for config, nodes, lengths in (
+        ("llama3_1_8b_lora", 1, (8192, 32768, 131072)),
+        ("llama3_3_70b_lora", 2, (8192, 32768)),
+        ("gpt_oss_20b_lora", 1, (65536,)),
+    ):
+        for length in lengths:
+            command = f"--config configs/{config}.yaml --nodes {nodes} micro_batch_size=1 global_batch_size=16"
+            command += f" data.seq_len={length} activation_checkpointing.fraction=1 parallel.mode=fsdp"
+            chosen = plan(command)
+            cells = [f"`{config}`", str(chosen.search.world_size), f"{length:,}"]
+            for made in (plan(f"{command} parallel.context={context}") for context in contexts):
+                size = f"{made.peak.footprint.total / 2**30:.0f} GiB"
+                cells.append(f"{size}, {made.estimate.time.total_s:.0f} s" if made.fits else f"{size}: does not fit")
+            lines.append(f"| {' | '.join([*cells, str(chosen.setting.context)])} |")
+    return "\n".join(lines)
+
+
 def make_idle_table() -> str:
     """Compute a cluster's cost per day."""
     prices = read_prices()
@@ -207,6 +228,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "demo plan": lambda: show(DEMO, "2 x 8 h100", "fits:", "start-up:", "184 steps", "cost:"),
     "gpus": make_gpus_table,
     "idle": make_idle_table,
+    "long rows": make_context_table,
 }
 
 

@@ -119,7 +119,8 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = shape_model(config, architecture, "varlen")
         apply_activation_checkpointing_(model, config.activation_checkpointing, "cuda")
-        layout = ParallelLayout(setting.mode, setting.replicate, setting.shard, "")  # type: ignore[arg-type]
+        name: Any = setting.mode
+        layout = ParallelLayout(name, setting.replicate, setting.shard, "", context=setting.context)
         hardware = Hardware("cpu", setting.world_size, setting.shard, DEVICE)
         # The tracker follows modules, and fails where one is differentiated within the forward pass, as the loss does.
         head: Any = model.head
@@ -160,7 +161,8 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
 
 def _make_step(config: RunConfig, model: CausalLM, setting: Setting) -> StepData:
     """Make packs of one fully supervised conversation each."""
-    rows, length = setting.micro_batch_size, config.data.seq_len
+    rows, length = setting.micro_batch_size, config.data.seq_len // setting.context
+    bounds = model.make_bounds(((length * setting.context,),) * rows)
     inputs = Inputs(
         tokens=torch.zeros(rows, length, dtype=torch.int64),
         labels=torch.zeros(rows, length, dtype=torch.int64),
@@ -169,10 +171,10 @@ def _make_step(config: RunConfig, model: CausalLM, setting: Setting) -> StepData
         row_keys=torch.arange(rows),
         row_lengths=torch.full((rows,), length),
         positions=torch.arange(length).expand(rows, -1).contiguous(),
-        bounds=model.make_bounds(((length,),) * rows),
+        bounds=replace(bounds, group=model.context_group) if setting.context > 1 else bounds,
     )
     tokens = rows * length
-    totals = StepTotals(tokens, tokens, float(tokens), tokens * (length + 1) // 2)
+    totals = StepTotals(tokens, tokens, float(tokens), tokens * (length * setting.context + 1) // 2)
     return StepData(GlobalStep(1, 0, (), ""), totals, [inputs] * setting.accumulation)
 
 
@@ -220,6 +222,8 @@ def _cases() -> dict[str, Case]:
         "8b_full_op": Case(model, Setting("fsdp", 1, 8, 1.0, 2), full | op),
         "8b_full_hsdp_twice": Case(model, Setting("hsdp", 2, 8, 1.0, 1, 2), full),
         "8b_lora_hsdp_twice": Case(model, Setting("hsdp", 2, 8, 0.5, 1, 2), lora),
+        "8b_lora_context": Case(model, Setting("fsdp", 1, 8, 0.5, 4, context=4), lora),
+        "70b_lora_context": Case(layouts["70b"][0], Setting("hsdp", 2, 8, 1.0, 2, context=2), lora),
         "8b_full_bf16": Case(model, Setting("fsdp", 1, 8, 1.0, 1), {"precision": "bf16"}),
     }
 

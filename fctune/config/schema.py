@@ -198,6 +198,13 @@ class RunConfig:
                 )
         self._check_preference(problems)
         self._check_grpo(problems)
+        if (self.parallel.context or 1) > 1 and (self.preference is not None or self.grpo is not None):
+            name = "grpo" if self.preference is None else "preference"
+            problems.add(
+                ("parallel", name),
+                f"parallel.context={self.parallel.context}: {name} compares whole answers, which cannot be split over "
+                "ranks; leave it out",
+            )
         is_held_out = self.eval.cases == VALIDATION_CASES
         if not is_never(self.eval.every) and is_held_out and self.data.validation_share == 0:
             problems.add(

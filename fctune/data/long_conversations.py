@@ -114,6 +114,40 @@ class _Splitter:
         return measure(self.encoder.encode(_make_part(self.conversation, start, last, [last])))
 
 
+@dataclass(slots=True)
+class LongConversations:
+    """What each value of ``data.overlong`` would do with conversations longer than a row.
+
+    ``num_supervised`` tokens are supervised in the conversations that were measured. ``cut`` keeps ``kept_by_cut`` of
+    them and drops ``dropped_by_cut`` conversations; ``split_turns`` keeps ``kept_by_split`` in ``num_parts`` parts, and
+    no part has ``lost_turns`` supervised turns.
+    """
+
+    num_measured: int = 0
+    num_supervised: int = 0
+    kept_by_cut: int = 0
+    dropped_by_cut: int = 0
+    kept_by_split: int = 0
+    num_parts: int = 0
+    lost_turns: int = 0
+
+    def add(self, conversation: Conversation, encoder: ConversationEncoder, seq_len: int, num_supervised: int) -> None:
+        """Measure a conversation that has more than ``seq_len`` tokens, of which so many are supervised.
+
+        Raises:
+            DataError: A part of it cannot be encoded.
+        """
+        cut = cut_conversation(conversation, encoder, seq_len)
+        parts = split_conversation(conversation, encoder, seq_len)
+        self.num_measured += 1
+        self.num_supervised += num_supervised
+        self.kept_by_cut += sum(sample.num_supervised for sample in cut or ())
+        self.dropped_by_cut += cut is None
+        self.kept_by_split += sum(sample.num_supervised for sample in parts.samples)
+        self.num_parts += len(parts.conversations)
+        self.lost_turns += parts.num_lost
+
+
 def measure(samples: Sequence[Encoded]) -> int:
     """Return the number of tokens of the longest sample."""
     return max(len(sample.token_array) for sample in samples)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from fctune.models.context_exchange import ContextGroup, count_repeats, to_heads, to_tokens
 from fctune.models.document_attention import attend_per_document, pad_to_tile
 
 AttentionKernel = Literal["varlen", "flex", "per_document"]
@@ -44,6 +45,7 @@ class DocumentBounds:
         windows: Sliding windows of the layers that use flex attention; None is a layer without one.
         block_masks: Masks of flex attention by window, on the device.
         derived: What layers make of the bounds once for a batch, by a name that includes its device.
+        group: Ranks that each have an equal part of the tokens of these rows; None: this rank has whole rows.
     """
 
     kernel: AttentionKernel
@@ -54,6 +56,7 @@ class DocumentBounds:
     windows: tuple[int | None, ...] = ()
     block_masks: dict[int | None, Any] = field(default_factory=dict)
     derived: dict[str, Any] = field(default_factory=dict)
+    group: ContextGroup | None = None
 
     def pin(self) -> DocumentBounds:
         """Return a copy in pinned memory, from which copies to a CUDA device are asynchronous."""
@@ -121,7 +124,8 @@ def attend(
 ) -> Tensor:
     """Compute causal attention within the conversations of packed rows.
 
-    ``varlen`` has no soft caps, sinks or heads over 256, which go to flex attention.
+    ``varlen`` has no soft caps, sinks or heads over 256, which go to flex attention. If the rows are split over ranks,
+    s is this rank's part of their tokens, and every rank of the group calls this.
 
     Args:
         q: Queries, ``[b, s, h, d]``.
@@ -139,6 +143,32 @@ def attend(
         ``[b, s, h, v_d]``.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if bounds is None or bounds.group is None:
+        return _attend_to_rows(q, k, v, bounds, implementation, scale, window, softcap, sinks)
+    group = bounds.group
+    repeats = count_repeats(q.shape[2], k.shape[2], group.size)
+    assert repeats is not None, "see check_context_parallelism"
+    if repeats > 1:
+        k, v = (t.repeat_interleave(repeats, 2) for t in (k, v))
+    if sinks is not None:
+        sinks = sinks.view(group.size, -1)[group.rank]
+    q, k, v = (to_heads(t, group) for t in (q, k, v))
+    out = _attend_to_rows(q, k, v, bounds, implementation, scale, window, softcap, sinks)
+    return to_tokens(out, group)
+
+
+def _attend_to_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: DocumentBounds | None,
+    implementation: Callable[..., Any] | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend within whole rows; see ``attend``."""
     if bounds is None:
         return _attend_unpacked(q, k, v, scale, window, softcap, sinks)
     if bounds.kernel == "varlen" and not needs_flex(q, v, softcap, sinks):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fctune.base.errors import ConfigError
 from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
+from fctune.models.context_exchange import WHOLE_ROWS
 from fctune.models.dropout import TokenKeys
 from fctune.models.loss import IGNORE, MAX_LOGITS, supervised_losses
 from fctune.models.precision import PrecisionPolicy
@@ -64,6 +65,8 @@ class CausalLM(nn.Module, ABC):
         token_keys: Keys of the tokens in the current forward, which adapters read for their dropout.
         max_logits: Largest number of logits that the loss computes at once.
         router_balance: Load-balancing loss of the routers; None if the run has none.
+        context_group: Ranks that share each row of a batch.
+        head_counts: Numbers of query and key heads that occur in attention.
     """
 
     def __init__(self, architecture: Architecture, precision: PrecisionPolicy, attention_kernel: AttentionKernel):
@@ -79,6 +82,8 @@ class CausalLM(nn.Module, ABC):
         self.token_keys = TokenKeys()
         self.max_logits = MAX_LOGITS
         self.router_balance: RouterBalance | None = None
+        self.context_group = WHOLE_ROWS
+        self.head_counts: frozenset[tuple[int, int]] = frozenset({(architecture.num_heads, architecture.num_kv_heads)})
 
     @property
     @abstractmethod
@@ -179,11 +184,13 @@ class CausalLM(nn.Module, ABC):
         row_keys: Tensor | None = None,
         supervised: Tensor | None = None,
         row_lengths: Tensor | None = None,
+        start: int = 0,
         is_summed: bool = True,
     ) -> Tensor:
         """Return the summed, weighted loss of the supervised tokens, or the loss of each; without labels, the logits.
 
-        A load-balancing loss of routers is not part of it: see ``router_balance``.
+        A load-balancing loss of routers is not part of it: see ``router_balance``. If rows are split over ranks, all
+        arguments but the bounds are of this rank's part of the tokens, and so is what is returned.
 
         Args:
             tokens: Token ids, int64 ``[b, s]``.
@@ -195,13 +202,14 @@ class CausalLM(nn.Module, ABC):
             supervised: Indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them in
                 the labels, for which the host waits on a CUDA device.
             row_lengths: Tokens of each row before its padding, int64 ``[b]``; None: no row has padding.
+            start: Where in their rows these tokens start.
             is_summed: Return the sum of weight x loss; otherwise the loss of each supervised token, without its weight.
 
         Returns:
             A scalar or ``[n]`` in float32 (float64 for a float64 model), or logits ``[b, s, vocab]``.
         """
         if row_keys is not None:
-            self.token_keys.set_rows(row_keys, tokens.shape[1])
+            self.token_keys.set_rows(row_keys, tokens.shape[1], start)
         if self.router_balance is not None:
             self.router_balance.start_forward(tokens, row_lengths, is_observed=self.training and labels is not None)
         hidden = self.hidden_states(tokens, positions, bounds, row_lengths)

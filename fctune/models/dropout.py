@@ -33,9 +33,9 @@ class TokenKeys:
     def __init__(self) -> None:
         self.value: Tensor | None = None
 
-    def set_rows(self, row_keys: Tensor, seq_len: int) -> None:
-        """Derive a key for each position of each row from the row keys, int64 ``[b]``."""
-        positions = torch.arange(seq_len, device=row_keys.device) * _GOLDEN
+    def set_rows(self, row_keys: Tensor, seq_len: int, start: int = 0) -> None:
+        """Derive a key for ``seq_len`` positions of each row, from ``start`` on, from the row keys, int64 ``[b]``."""
+        positions = torch.arange(start, start + seq_len, device=row_keys.device) * _GOLDEN
         self.value = _high_half(_mix(row_keys[:, None] + positions[None]))
 
 

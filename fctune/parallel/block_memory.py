@@ -23,6 +23,7 @@ from fctune.config.schema import RunConfig
 from fctune.models.architecture import Architecture, Block, ExpertShape, LinearShape
 from fctune.models.block_kinds import repeats_skipped
 from fctune.models.causal_lm import CausalLM
+from fctune.models.context_exchange import count_repeats
 from fctune.models.lora import apply_lora_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_shapes
@@ -127,6 +128,21 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     operators = d + d + _every_second_product(block, config, names)
     dequantized = (largest.in_dim + largest.out_dim) * width
     return BlockActivations(everything, copies, operators * width + small, d * width, temporary, dequantized, constant)
+
+
+def count_shared_row_bytes(a: Architecture, config: RunConfig, width: int, context: int) -> int:
+    """Return the bytes per token that a block keeps in addition if ``context`` ranks share a row.
+
+    Attention keeps its output of all tokens, and the next linear, if it keeps its input, that of the rank's own; and
+    key heads may be repeated.
+    """
+    if context == 1:
+        return 0
+    names, block = find_adapted_names(a, config), a.largest_block
+    outputs = [branch.output for branch in block.branches if branch.is_attention]
+    kept = sum(output.in_dim for output in outputs if config.adapter is None or output.name in names)
+    repeats = count_repeats(a.num_heads, a.num_kv_heads, context) or 1
+    return (kept + 2 * (repeats - 1) * a.num_kv_heads * a.head_dim) * width
 
 
 def find_adapted_names(a: Architecture, config: RunConfig) -> frozenset[str]:

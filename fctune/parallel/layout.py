@@ -13,6 +13,7 @@ from fctune.config.sections.parallel import ParallelConfig
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import check_nf4_shards
 from fctune.models.loss import MAX_LOGITS
+from fctune.parallel.context_parallel import can_share_rows, check_context_parallelism
 from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint
 from fctune.parallel.memory import MemoryModel
@@ -44,7 +45,7 @@ class ParallelLayout:
     """``replicate`` copies of the model, each sharded over ``shard`` ranks; ``reason`` is for the log.
 
     ``fraction`` is the share of the blocks that are checkpointed and ``max_logits`` the number of logits computed at
-    once; see ``choose_fraction`` and ``choose_max_logits`` of ``MemoryModel``.
+    once; see ``choose_fraction`` and ``choose_max_logits`` of ``MemoryModel``. ``context`` ranks share each row.
     """
 
     mode: Literal["none", "ddp", "fsdp", "hsdp"]
@@ -53,6 +54,7 @@ class ParallelLayout:
     reason: str
     fraction: float = 0.0
     max_logits: int = MAX_LOGITS
+    context: int = 1
 
     def __str__(self) -> str:
         shape = {
@@ -61,13 +63,15 @@ class ParallelLayout:
             "fsdp": f"FSDP over {self.shard}",
             "hsdp": f"HSDP, {self.replicate} copies over {self.shard} ranks each",
         }
-        return f"{shape[self.mode]} ({self.reason})"
+        shared = f", rows shared by {self.context} ranks" if self.context > 1 else ""
+        return f"{shape[self.mode]}{shared} ({self.reason})"
 
 
 def choose_layout(config: RunConfig, model: CausalLM, hardware: Hardware, memory: MemoryModel) -> ParallelLayout:
     """Return the layout of a run, with its checkpointed blocks and the logits computed at once.
 
-    The planner and the run itself choose by it.
+    The planner and the run itself choose by it. Unless configured, as few ranks of a node share a row as it needs to
+    fit; if it fits with none of these numbers, none share.
 
     Args:
         config: Config of the run.
@@ -78,14 +82,36 @@ def choose_layout(config: RunConfig, model: CausalLM, hardware: Hardware, memory
     Raises:
         ConfigError: A layout that does not divide the ranks, or that the model or the optimizer does not support.
     """
+    check_expert_parallelism(model, config.parallel.expert, hardware.world_size)
+    if config.parallel.context is not None:
+        check_context_parallelism(model, config.parallel.context, hardware.world_size)
+        return _choose_for_context(config, model, hardware, memory, config.parallel.context)
+    whole = _choose_for_context(config, model, hardware, memory, 1)
+    for context in list_contexts(config, model, hardware):
+        layout = whole if context == 1 else _choose_for_context(config, model, hardware, memory, context)
+        required = memory.required(hardware.world_size, layout.shard, fraction=layout.fraction, context=context)
+        if hardware.can_hold(required):
+            return layout
+    return whole
+
+
+def list_contexts(config: RunConfig, model: CausalLM, hardware: Hardware) -> list[int]:
+    """Return the numbers of ranks of a node that can share a row in a run that leaves it open, ascending."""
+    if config.preference is not None or config.grpo is not None:  # they compare whole answers
+        return [1]
+    return [n for n in range(1, hardware.ranks_per_node + 1) if can_share_rows(model, n, hardware.world_size)]
+
+
+def _choose_for_context(
+    config: RunConfig, model: CausalLM, hardware: Hardware, memory: MemoryModel, context: int
+) -> ParallelLayout:
     world_size = hardware.world_size
-    estimate = partial(memory.required, world_size)
+    estimate = partial(memory.required, world_size, context=context)
     layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, estimate)
     check_layout(config, model, layout.mode, layout.shard)
-    check_expert_parallelism(model, config.parallel.expert, world_size)
-    fraction = memory.choose_fraction(world_size, layout.shard)
-    max_logits = memory.choose_max_logits(world_size, layout.shard, fraction)
-    return replace(layout, fraction=fraction, max_logits=max_logits)
+    fraction = memory.choose_fraction(world_size, layout.shard, context)
+    max_logits = memory.choose_max_logits(world_size, layout.shard, fraction, context)
+    return replace(layout, fraction=fraction, max_logits=max_logits, context=context)
 
 
 def choose_parallel_layout(

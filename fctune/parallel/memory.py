@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,7 @@ from fctune.models.lora import is_adapter
 from fctune.models.loss import MAX_LOGITS, chunk_rows
 from fctune.models.precision import PrecisionPolicy
 from fctune.parallel.activations import is_checkpointed
-from fctune.parallel.block_memory import BlockActivations, count_block_activations
+from fctune.parallel.block_memory import BlockActivations, count_block_activations, count_shared_row_bytes
 from fctune.parallel.expert_parallel import find_expert_parameters
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
 
@@ -63,6 +64,12 @@ class Setting:
     micro_batch_size: int
     accumulation: int = 1  # micro-batches per step
     max_logits: int | None = None  # computed at once; None: the default
+    context: int = 1  # ranks that share each pack
+
+    @property
+    def num_shares(self) -> int:
+        """Groups of ranks with packs of their own."""
+        return self.world_size // self.context
 
     @property
     def world_size(self) -> int:
@@ -260,24 +267,30 @@ class MemoryModel:
         return Peak(highest.phase, made)
 
     def required(
-        self, world_size: int, num_shards: int, max_logits: int | None = None, fraction: float | None = None
+        self,
+        world_size: int,
+        num_shards: int,
+        max_logits: int | None = None,
+        fraction: float | None = None,
+        context: int = 1,
     ) -> Footprint:
         """Return the peak footprint of the config with each replica sharded over ``num_shards`` ranks.
 
         Without ``fraction``, as many blocks are checkpointed as ``choose_fraction`` returns.
         """
         if fraction is None:
-            fraction = self.choose_fraction(world_size, num_shards)
+            fraction = self.choose_fraction(world_size, num_shards, context)
         mode = "fsdp" if num_shards > 1 else "ddp" if world_size > 1 else "none"
         size = self.config.micro_batch_size
-        setting = Setting(mode, max(1, world_size // num_shards), num_shards, fraction, size, max_logits=max_logits)
+        copies = max(1, world_size // num_shards)
+        setting = Setting(mode, copies, num_shards, fraction, size, max_logits=max_logits, context=context)
         return self.peak(self.with_accumulation(setting)).footprint
 
     def _fits(self, footprint: Footprint) -> bool:
         assert self.device_bytes is not None
         return footprint.total <= SAFE_SHARE * self.device_bytes
 
-    def choose_fraction(self, world_size: int, num_shards: int) -> float:
+    def choose_fraction(self, world_size: int, num_shards: int, context: int = 1) -> float:
         """Return the share of the blocks that are checkpointed: the config's, or the smallest that fits in memory.
 
         That is all of them if none fits, and none if the memory is unknown.
@@ -287,9 +300,10 @@ class MemoryModel:
         if self.device_bytes is None:
             return 0.0
         fractions = [step / _FRACTION_STEPS for step in range(_FRACTION_STEPS + 1)]
-        return next((f for f in fractions if self._fits(self.required(world_size, num_shards, fraction=f))), 1.0)
+        required = partial(self.required, world_size, num_shards, context=context)
+        return next((f for f in fractions if self._fits(required(fraction=f))), 1.0)
 
-    def choose_max_logits(self, world_size: int, num_shards: int, fraction: float) -> int:
+    def choose_max_logits(self, world_size: int, num_shards: int, fraction: float, context: int = 1) -> int:
         """Return the largest number of logits to compute at once that fits in memory with these checkpointed blocks.
 
         It is the default unless the memory of a GPU is known: on CPUs, more logits take more time, not less.
@@ -297,11 +311,12 @@ class MemoryModel:
         if self.device_bytes is None or not self.is_cuda:
             return MAX_LOGITS
         choices = (factor * MAX_LOGITS for factor in _LOGITS_FACTORS)
-        return next((n for n in choices if self._fits(self.required(world_size, num_shards, n, fraction))), MAX_LOGITS)
+        required = partial(self.required, world_size, num_shards, fraction=fraction, context=context)
+        return next((n for n in choices if self._fits(required(max_logits=n))), MAX_LOGITS)
 
     def with_accumulation(self, setting: Setting) -> Setting:
         """Return a setting with its micro-batches per step, none larger than a rank's share of the global batch."""
-        share = math.ceil(self.config.global_batch_size / setting.world_size)
+        share = math.ceil(self.config.global_batch_size / setting.num_shares)
         size = min(setting.micro_batch_size, share)
         return replace(setting, micro_batch_size=size, accumulation=math.ceil(share / size))
 
@@ -310,7 +325,7 @@ class MemoryModel:
         low, high = 0, max(1, most)
         while low < high:
             middle = (low + high + 1) // 2
-            accumulation = math.ceil(global_batch_size / (middle * setting.world_size))
+            accumulation = math.ceil(global_batch_size / (middle * setting.num_shares))
             tried = replace(setting, micro_batch_size=middle, accumulation=accumulation)
             low, high = (middle, high) if self._fits(self.peak(tried).footprint) else (low, middle - 1)
         return low
@@ -330,19 +345,20 @@ class _Timeline:
         # Weights are gathered and gradients reduced block by block, as FSDP2 does.
         is_sharded = setting.mode in ("fsdp", "hsdp")
         self.is_unit = is_sharded or memory.precision.is_mixed or config.parallel.cpu_offload
-        self.tokens = setting.micro_batch_size * config.data.seq_len
+        self.tokens = setting.micro_batch_size * math.ceil(config.data.seq_len / setting.context)
         self.num_blocks = len(memory.blocks)
         kept = work.kept_policy_op if config.activation_checkpointing.policy == "op" else work.kept_policy_block
         chosen = [is_checkpointed(index, setting.fraction) for index in range(self.num_blocks)]
         self.is_checkpointed = chosen
         copied = max(block.copied_bytes for block in memory.blocks)
-        self.all_kept = work.total(self.tokens) + copied  # by a block that is not checkpointed
+        self.width = memory.precision.compute_dtype.itemsize
+        shared = count_shared_row_bytes(memory.architecture, config, self.width, setting.context) * self.tokens
+        self.all_kept = work.total(self.tokens) + copied + shared  # by a block that is not checkpointed
         self.kept = [kept * self.tokens if again else self.all_kept for again in chosen]
         if config.activation_checkpointing.offload:
             # The inputs of a few checkpointed blocks are in transfer; the others are on the host.
             share = min(1.0, _BLOCKS_IN_TRANSFER / max(1, sum(chosen)))
             self.kept = [int(size * share) if again else size for size, again in zip(self.kept, chosen, strict=True)]
-        self.width = memory.precision.compute_dtype.itemsize
         self.token_bytes = memory.architecture.embed_dim * self.width
         self.block, self.root = max(memory.blocks, key=lambda block: block.numel), memory.root
         self.block_local = self.block.local_gradients(setting.shard)

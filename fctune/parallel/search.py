@@ -17,8 +17,9 @@ from fctune.data.data_size import measure_data
 from fctune.data.prepared_set import resolve_batch_size
 from fctune.models.architecture import Architecture
 from fctune.models.planned_model import find_planned_tokens, shape_model
+from fctune.parallel.context_parallel import check_context_parallelism
 from fctune.parallel.expert_parallel import check_expert_parallelism
-from fctune.parallel.layout import Hardware, check_layout, choose_layout
+from fctune.parallel.layout import Hardware, check_layout, choose_layout, list_contexts
 from fctune.parallel.memory import MemoryModel, Peak, Setting
 from fctune.parallel.speed import Flops, KernelTimes, StepTime, count_flops, estimate_kernel_times, estimate_step_time
 
@@ -72,7 +73,9 @@ class LayoutSearch:
         tokens = find_planned_tokens(config, architecture, model_dir)
         self.tokens_note = tokens.note
         self.model = shape_model(config, architecture, token_ids=tokens.ids)
-        self.rows = size = measure_data(config, model_dir, rows, mean_tokens, self.world_size)
+        self.rows = size = measure_data(
+            config, model_dir, rows, mean_tokens, self.world_size // (config.parallel.context or 1)
+        )
         # Without a known data size, packs are taken to be full, each one conversation of full length, fully supervised,
         # which costs most.
         seq_len = config.data.seq_len
@@ -91,7 +94,8 @@ class LayoutSearch:
         # A run chooses its layout before it knows which share of its data is supervised.
         layout = choose_layout(config, self.model, hardware, self.memory.with_supervised_share(1.0))
         shape = layout.mode, layout.replicate, layout.shard
-        setting = Setting(*shape, layout.fraction, config.micro_batch_size, max_logits=layout.max_logits)
+        size = config.micro_batch_size
+        setting = Setting(*shape, layout.fraction, size, max_logits=layout.max_logits, context=layout.context)
         return self.memory.with_accumulation(setting), layout.reason
 
     def flops(self, setting: Setting) -> Flops:
@@ -118,7 +122,10 @@ class LayoutSearch:
         return estimate_kernel_times(self.memory, self.gpu, setting.fraction, self.flops(setting), tokens)
 
     def variants(self, nodes: int) -> list[Variant]:
-        """Return every layout with every checkpointed fraction, each at the largest micro-batch that fits."""
+        """Return every layout with every checkpointed fraction, each at the largest micro-batch that fits.
+
+        Unless configured, ranks share rows only if no layout fits without, and then as few as one of them needs.
+        """
         local = self.gpus_per_node
         world_size = nodes * local
         if world_size == 1:
@@ -130,17 +137,25 @@ class LayoutSearch:
             replicas = self.config.parallel.replicate
             if replicas is not None and world_size % replicas == 0 and 1 < replicas < world_size and replicas != nodes:
                 layouts.append(("hsdp", replicas, world_size // replicas))
-        settings = [
-            Setting(mode, replicate, shard, fraction, self.config.micro_batch_size)
-            for mode, replicate, shard in layouts
-            for fraction in _FRACTIONS
-        ]
-        return [self._evaluate(setting) for setting in settings if self._is_valid(setting)]
+        hardware = Hardware("cuda", world_size, local, self.gpu.memory_bytes)
+        contexts, configured = list_contexts(self.config, self.model, hardware), self.config.parallel.context
+        whole: list[Variant] = []
+        for context in contexts if configured is None else [configured]:
+            settings = [
+                Setting(mode, replicate, shard, fraction, self.config.micro_batch_size, context=context)
+                for mode, replicate, shard in layouts
+                for fraction in _FRACTIONS
+            ]
+            variants = [self._evaluate(setting) for setting in settings if self._is_valid(setting)]
+            if any(variant.fits for variant in variants):
+                return variants
+            whole = whole or variants
+        return whole
 
     def largest_micro_batch(self, setting: Setting) -> int:
         """Return the most packs per micro-batch that fit with a safety margin; 0 if none does."""
         batch = self.config.global_batch_size
-        return self.memory.largest_micro_batch(setting, math.ceil(batch / setting.world_size), batch)
+        return self.memory.largest_micro_batch(setting, math.ceil(batch / setting.num_shares), batch)
 
     def _evaluate(self, setting: Setting) -> Variant:
         largest = self.largest_micro_batch(setting)
@@ -161,6 +176,7 @@ class LayoutSearch:
         try:
             check_layout(config, self.model, setting.mode, setting.shard)
             check_expert_parallelism(self.model, config.parallel.expert, setting.world_size)
+            check_context_parallelism(self.model, setting.context, setting.world_size)
         except ConfigError:
             return False
         return not problems.lines
@@ -187,6 +203,8 @@ def list_overrides(config: RunConfig, setting: Setting) -> dict[str, Any]:
         values["parallel.replicate"] = setting.replicate
     elif config.parallel.replicate is not None:
         values["parallel.replicate"] = None
+    if setting.context != (config.parallel.context or 1):
+        values["parallel.context"] = setting.context
     values["activation_checkpointing.fraction"] = setting.fraction
     if not setting.fraction and config.activation_checkpointing.offload:
         values["activation_checkpointing.offload"] = False

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fctune.config.sections.parallel import ParallelConfig
 from fctune.models.causal_lm import CausalLM
+from fctune.parallel.context_parallel import share_rows_
 from fctune.parallel.expert_parallel import is_spread, reduce_expert_gradients_, spread_experts_
 from fctune.parallel.footprint import can_hold_gradients
 from fctune.parallel.layout import Hardware, ParallelLayout
@@ -65,6 +66,8 @@ def shard_(model: CausalLM, layout: ParallelLayout, config: ParallelConfig, hard
     Returns:
         The control of gradient reduction for the training step.
     """
+    if layout.context > 1:
+        share_rows_(model, layout.context, hardware.world_size, hardware.device_type)
     if model.precision.is_mixed or config.cpu_offload or layout.mode in ("fsdp", "hsdp"):
         spread = spread_experts_(model, config.expert, hardware.device_type) if config.expert > 1 else set()
         _fully_shard_(model, layout, config, hardware.device_type, spread)

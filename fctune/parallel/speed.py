@@ -18,6 +18,7 @@ from fctune.base.gpus import Gpu
 from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import Architecture, Block
+from fctune.models.context_exchange import count_repeats
 from fctune.models.frozen_linear import NF4_BYTES_PER_WEIGHT
 from fctune.models.loss import MAX_LOGITS
 from fctune.parallel.block_memory import find_adapted, find_adapted_names, find_adapter_inputs
@@ -400,8 +401,8 @@ def estimate_step_time(
             the rates of each kind of kernel.
         slots_per_pack: Computed positions per pack, including padding; None for full packs.
     """
-    per_rank = math.ceil(packs / setting.world_size)
-    tokens = per_rank * (memory.config.data.seq_len if slots_per_pack is None else slots_per_pack)
+    per_rank = math.ceil(packs / setting.num_shares)
+    tokens = per_rank * (memory.config.data.seq_len if slots_per_pack is None else slots_per_pack) / setting.context
     micro_batches = math.ceil(per_rank / setting.micro_batch_size)
     if efficiency is None:
         kernels = estimate_kernel_times(memory, gpu, setting.fraction, flops, tokens / micro_batches)
@@ -421,7 +422,8 @@ def estimate_step_time(
     last = 2 * summed * (replicas - 1) / replicas / outer
     last += scattered * each if memory.keeps_unsharded_gradients else 0.0
     steady = gathered * each + (0.0 if memory.keeps_unsharded_gradients else scattered * each)
-    sent = steady + last
+    exchanged = count_exchange(memory, setting, tokens) / _bus_bytes_per_s(gpu, setting.context, ranks_per_node)
+    sent = steady + last + exchanged
     host = offloaded_bytes(memory, setting, tokens, micro_batches) / (HOST_GB_S * 1e9)
     hidden = _OVERLAP * (compute + traffic)
     # Communication once per step overlaps with the last micro-batch only.
@@ -429,6 +431,7 @@ def estimate_step_time(
     exposed += max(0.0, (steady - hidden) / micro_batches + last)
     # Network and host links are independent; on each, the first block's transfer has nothing to overlap with.
     exposed = max(exposed, host - hidden, max(sent, host) / len(memory.blocks))
+    exposed += exchanged  # attention needs what it exchanges at once
     state = memory.sharded_state(setting)
     # Clipping reads the gradients; the optimizer reads them too, and reads and writes its state and the weights.
     moved = 2 * (state.optimizer + state.gradients) + 2 * state.gradients
@@ -466,6 +469,20 @@ def count_communication(memory: MemoryModel, setting: Setting, micro_batches: in
         scattered = times * trained
     summed = trained / setting.shard if setting.replicate > 1 else 0.0
     return gathered, scattered, summed
+
+
+def count_exchange(memory: MemoryModel, setting: Setting, tokens: float) -> float:
+    """Return the bytes that a rank sends in a step to those that share its rows, for ``tokens`` positions.
+
+    Queries, keys, values and the result of attention are sent in forward, their gradients in backward; a checkpointed
+    block repeats its forward. Of each, the part of the rank itself stays.
+    """
+    if setting.context == 1:
+        return 0.0
+    a, width = memory.architecture, memory.precision.compute_dtype.itemsize
+    repeats = count_repeats(a.num_heads, a.num_kv_heads, setting.context) or 1
+    per_token = 2 * (a.num_heads + repeats * a.num_kv_heads) * a.head_dim * width * a.num_layers
+    return (2 + setting.fraction) * per_token * tokens * (setting.context - 1) / setting.context
 
 
 def offloaded_bytes(memory: MemoryModel, setting: Setting, tokens: float, micro_batches: int) -> float:

@@ -73,10 +73,11 @@ def count_steps(config: RunConfig, loader: GlobalLoader, world: World) -> int:
     if not loader.prepared.num_packs("train"):
         raise DataError("the training split has no conversations. Add rows, or lower data.validation_share.")
     num_packs = min(loader.prepared.num_packs("train"), config.global_batch_size)
-    if num_packs < world.world_size and world.is_main:
+    num_shares = world.world_size // (config.parallel.context or 1)
+    if num_packs < num_shares and world.is_main:
         logger.warning(
             "%d of %d ranks have no data: a step has %d %s. Use fewer ranks, or a larger global_batch_size.",
-            world.world_size - num_packs,
+            (num_shares - num_packs) * (config.parallel.context or 1),
             world.world_size,
             num_packs,
             "packs" if loader.prepared.is_packed else "conversations",
@@ -121,7 +122,8 @@ def train(
     num_nonfinite = 0  # in a row
     if source is None:
         assert loader is not None
-        source = Prefetcher(loader, world, config.micro_batch_size, state.model.make_bounds, num_steps)
+        model = state.model
+        source = Prefetcher(loader, world, config.micro_batch_size, model.make_bounds, num_steps, model.context_group)
     with source, Meter(config, state.model, world, gpu_hours) as meter:
         while state.step < num_steps:
             started = time.perf_counter()
@@ -196,7 +198,7 @@ def validate(
     """Return the objective's loss and metrics over the validation split; independent of the world size."""
     loader = build_loader(config, prepared, "validation")
     step = loader.step_at(1)
-    batches = loader.micro_batches(step, world.rank, world.world_size, config.micro_batch_size)
+    batches = loader.micro_batches(step, *model.context_group.find_share(world), config.micro_batch_size)
     loss, metrics = evaluate_objective(model, objective, batches, loader.totals(step), world)
     return {"validation_loss": loss} | {f"validation_{name}": value for name, value in metrics.items()}
 

@@ -88,8 +88,9 @@ class PreparedRows(TrainingData):
 
     def open_source(self, planned: PlannedRun, stop_if_requested: Callable[[], None]) -> ResumableSource:
         """Return the source that prefetches the loader's batches."""
-        size, make_bounds = planned.config.micro_batch_size, planned.model.make_bounds
-        return Prefetcher(self.loader, planned.world, size, make_bounds, planned.num_steps)
+        size, model = planned.config.micro_batch_size, planned.model
+        shape = model.make_bounds, planned.num_steps, model.context_group
+        return Prefetcher(self.loader, planned.world, size, *shape)
 
 
 def open_prepared_rows(

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fctune.base.distributed import World
 from fctune.checkpoint.state import DataCursor
-from fctune.data.loader import IGNORE, Batch, GlobalLoader, GlobalStep, StepTotals
+from fctune.data.loader import IGNORE, ROW_MULTIPLE, Batch, GlobalLoader, GlobalStep, StepTotals
 from fctune.models.attention import DocumentBounds, MakeBounds
+from fctune.models.context_exchange import WHOLE_ROWS, ContextGroup
 from fctune.models.dropout import row_key
 
 
@@ -36,6 +38,7 @@ class Inputs:
     row_lengths: Tensor
     positions: Tensor | None
     bounds: DocumentBounds | None
+    start: int = 0
     answer_lengths: Tensor | None = None
     advantages: Tensor | None = None
     logprobs: Tensor | None = None
@@ -46,7 +49,7 @@ class Inputs:
             name: None if (value := getattr(self, name)) is None else value.to(device, non_blocking=True)
             for name in ("tokens", "labels", "loss_weights", "supervised", "row_keys", "row_lengths", "positions")
         }
-        return moved | {"bounds": None if self.bounds is None else self.bounds.to(device)}
+        return moved | {"bounds": None if self.bounds is None else self.bounds.to(device), "start": self.start}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +82,19 @@ class Prefetcher:
         micro_batch_size: Packs per forward pass.
         make_bounds: Makes the boundaries of the documents of a batch's rows.
         num_steps: Last step of the run.
+        group: Ranks that share each row.
     """
 
     def __init__(
-        self, loader: GlobalLoader, world: World, micro_batch_size: int, make_bounds: MakeBounds, num_steps: int
+        self,
+        loader: GlobalLoader,
+        world: World,
+        micro_batch_size: int,
+        make_bounds: MakeBounds,
+        num_steps: int,
+        group: ContextGroup = WHOLE_ROWS,
     ):
-        self._loader, self._world, self._make_bounds = loader, world, make_bounds
+        self._loader, self._world, self._make_bounds, self._group = loader, world, make_bounds, group
         self._micro_batch_size, self._num_steps = micro_batch_size, num_steps
         # Pinned memory belongs to the thread's current device, and a new thread starts with device 0 on every rank.
         initializer: dict[str, Any] = {}
@@ -125,18 +135,25 @@ class Prefetcher:
     def _build(self, number: int) -> StepData:
         step, world = self._loader.step_at(number), self._world
         totals = self._loader.totals(step)
-        batches = self._loader.micro_batches(step, world.rank, world.world_size, self._micro_batch_size)
-        is_pinned = world.device.type == "cuda"
-        inputs = [
-            make_inputs(b, self._make_bounds, seed=self._loader.seed, step=number, is_pinned=is_pinned) for b in batches
-        ]
+        batches = self._loader.micro_batches(step, *self._group.find_share(world), self._micro_batch_size)
+        options: dict[str, Any] = {"seed": self._loader.seed, "step": number, "group": self._group}
+        options["is_pinned"] = world.device.type == "cuda"
+        inputs = [make_inputs(batch, self._make_bounds, **options) for batch in batches]
         return StepData(step, totals, inputs)
 
 
 def make_inputs(
-    batch: Batch, make_bounds: MakeBounds, *, seed: int = 0, step: int = 0, is_pinned: bool = False
+    batch: Batch,
+    make_bounds: MakeBounds,
+    *,
+    seed: int = 0,
+    step: int = 0,
+    is_pinned: bool = False,
+    group: ContextGroup = WHOLE_ROWS,
 ) -> Inputs:
     """Build the model inputs of a batch on the CPU; dropout is a function of (seed, step, row).
+
+    Ranks that share rows get an equal part of the tokens of each, and the bounds of whole rows.
 
     Args:
         batch: Batch from the loader.
@@ -144,20 +161,47 @@ def make_inputs(
         seed: Seed of the run.
         step: Global step.
         is_pinned: Use pinned memory, from which copies to a CUDA device are asynchronous.
+        group: Ranks that share each row.
     """
+    if group.size > 1:
+        batch = _pad_row_ends(batch, group.size * ROW_MULTIPLE)
     bounds = None if batch.lengths is None else make_bounds(batch.lengths)
-    lengths = batch.answer_lengths
+    if bounds is not None and group.size > 1:
+        bounds = replace(bounds, group=group)
+    lengths, num_tokens = batch.answer_lengths, batch.tokens.shape[1] // group.size
+    start = group.rank * num_tokens
+    tokens, labels, loss_weights, positions = (
+        None if tensor is None else tensor[:, start : start + num_tokens].contiguous()
+        for tensor in (batch.tokens, batch.labels, batch.loss_weights, batch.positions)
+    )
+    assert labels is not None
     tensors: dict[str, Tensor | None] = {
-        "tokens": batch.tokens,
-        "labels": batch.labels,
-        "loss_weights": batch.loss_weights,
-        "supervised": (batch.labels.flatten() != IGNORE).nonzero().squeeze(1),
+        "tokens": tokens,
+        "labels": labels,
+        "loss_weights": loss_weights,
+        "supervised": (labels.flatten() != IGNORE).nonzero().squeeze(1),
         "row_keys": torch.tensor([row_key(seed, step, row) for row in batch.rows]),
-        "row_lengths": torch.tensor(batch.row_lengths),
-        "positions": batch.positions,
+        "row_lengths": (torch.tensor(batch.row_lengths) - start).clamp(0, num_tokens),
+        "positions": positions,
         "answer_lengths": None if lengths is None else torch.tensor(lengths, dtype=torch.int64),
     }
     if is_pinned:
         tensors = {name: None if tensor is None else tensor.pin_memory() for name, tensor in tensors.items()}
         bounds = None if bounds is None else bounds.pin()
-    return Inputs(bounds=bounds, **tensors)  # type: ignore[arg-type]
+    return Inputs(bounds=bounds, start=start, **tensors)  # type: ignore[arg-type]
+
+
+def _pad_row_ends(batch: Batch, multiple: int) -> Batch:
+    """Return a batch with as many tokens a row as can be divided, whose rows have positions and lengths."""
+    length = batch.tokens.shape[1]
+    more = -length % multiple
+    positions = torch.arange(length).expand_as(batch.tokens) if batch.positions is None else batch.positions
+    lengths = batch.lengths or ((length,),) * len(batch.tokens)
+    return replace(
+        batch,
+        tokens=pad(batch.tokens, (0, more)),
+        labels=pad(batch.labels, (0, more), value=IGNORE),
+        loss_weights=pad(batch.loss_weights, (0, more)),
+        positions=pad(positions, (0, more)),
+        lengths=tuple((*row, more) for row in lengths) if more else lengths,
+    )

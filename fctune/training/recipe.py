@@ -199,7 +199,8 @@ class FineTuning(ABC):
         self.select_tokens_(model, data)
         layout = plan_parallelism(model, config, self.world)
         checkpointing = replace(config.activation_checkpointing, fraction=layout.fraction)
-        config = replace(config, activation_checkpointing=checkpointing)
+        parallel = replace(config.parallel, context=layout.context)
+        config = replace(config, activation_checkpointing=checkpointing, parallel=parallel)
         num_steps = data.count_steps(config, self.world)
         warn_of_length(config, data.prepared, num_steps, self.world)
         base_digest = distributed.run_on_rank_0(lambda: digest_model(self.model_dir, WEIGHT_FILES))
@@ -234,7 +235,8 @@ class FineTuning(ABC):
             details: dict[str, Any] = {"parameters": count_parameters(model)}
             if model.state_layers:
                 details["state_layers"] = model.state_layers
-            is_chosen = self.requested_config.activation_checkpointing.fraction is None
+            requested = self.requested_config
+            is_chosen = requested.activation_checkpointing.fraction is None or requested.parallel.context is None
             if is_chosen or config.global_batch_tokens is not None:
                 details["config"] = config.to_dict()
             data, hosts = planned.data.describe(), list(planned.hosts)

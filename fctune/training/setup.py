@@ -225,10 +225,10 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
     # Ranks must come to the same layout, so rank 0's measurement is everybody's.
     process_bytes = 0 if is_cuda else distributed.run_on_rank_0(lambda: int(active_memory_gib(world.device) * GIB))
     memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=is_cuda, process_bytes=process_bytes)
-    required = functools.partial(memory.required, world.world_size)
 
     def choose() -> tuple[ParallelLayout, str | None]:
         layout = choose_layout(config, model, hardware, memory)
+        required = functools.partial(memory.required, world.world_size, context=layout.context)
         warning = check_memory(hardware, layout, suggest_smaller_weights(config, model), required, config.model.path)
         apply_activation_checkpointing_(model, config.activation_checkpointing, world.device.type, layout.fraction)
         return layout, warning
@@ -247,7 +247,10 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
         logger.info("activation checkpointing: off (%s)", "memory suffices" if is_chosen else "as configured")
     chunk = chunk_rows(model.architecture.vocab_size, layout.max_logits)
     logger.info("loss computed in chunks of %s", format_count(chunk, "token"))
-    logger.info("estimated memory per rank: %s", memory.required(world.world_size, layout.shard, layout.max_logits))
+    logger.info(
+        "estimated memory per rank: %s",
+        memory.required(world.world_size, layout.shard, layout.max_logits, context=layout.context),
+    )
     if warning is not None and world.is_main:
         logger.warning("memory: %s", warning)
     return layout

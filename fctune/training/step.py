@@ -200,7 +200,8 @@ def evaluate_objective(
     model.eval()
     measured = _Measured(objective, world.device)
     for batch in batches:
-        measured.add(*objective.compute(model, make_inputs(batch, model.make_bounds), totals, world.device))
+        inputs = make_inputs(batch, model.make_bounds, group=model.context_group)
+        measured.add(*objective.compute(model, inputs, totals, world.device))
     model.train(was_training)
     reshard_(model)
     rows = _exchange(torch.cat([measured.loss[None], measured.metrics]), [], world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +13,11 @@ import pytest
 
 from benchmarks.templates import find_templates, write_model, write_tokenizer
 from fctune.base.errors import ConfigError, DataError
+from fctune.base.terminal import Terminal
 from fctune.config.loading import load_config
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.chat_template import ChatTemplate
+from fctune.data.check import check_sources
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.conversation_encoder import Encoded
 from fctune.data.long_conversations import measure, split_conversation
@@ -219,3 +222,40 @@ def test_parts_of_a_conversation_share_its_split(
 def test_what_parts_cannot_be_combined_with_is_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("configs/tiny_lora.yaml", ["data.overlong=split_turns", override])
+
+
+def test_the_check_says_what_a_run_would_lose(
+    tiny_base: Path, template: ChatTemplate, write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    huge = (SYSTEM, FIRST, Message("assistant", "words " * 400), *make_steps("mend", 3), Message("assistant", "Done."))
+    conversations = [replace(TRACE, messages=TRACE.messages[:9]), TRACE, replace(TRACE, messages=huge)]
+    path = write_rows([conversation.to_openai() for conversation in conversations])
+    seq_len = int(measure(template.encode(TRACE)) * 0.5)
+
+    def encode(conversation: Conversation) -> tuple[int, int]:
+        (sample,) = template.encode(conversation)
+        return len(sample.tokens), sample.num_supervised
+
+    report = check_sources([str(path)], encode=encode, seq_len=seq_len, template=template)
+    assert report.tokens is not None
+    assert report.tokens.num_over_seq_len == 2
+    long = report.tokens.long
+    assert long is not None
+    assert (long.num_measured, long.dropped_by_cut, long.lost_turns) == (2, 1, 1)
+    # What the run itself makes of the same rows.
+    kept = {}
+    for overlong in ("drop", "cut", "split_turns"):
+        kept[overlong] = prepare_rows(path, tiny_base, tmp_path, seq_len=seq_len, overlong=overlong).counts
+    short = kept["drop"].supervised
+    assert long.num_supervised == report.tokens.supervised - short
+    assert long.kept_by_cut == kept["cut"].supervised - short
+    assert long.kept_by_split == kept["split_turns"].supervised - short
+    assert (long.num_parts, long.lost_turns) == (kept["split_turns"].parts, kept["split_turns"].lost_turns)
+    lost = 1 - long.kept_by_split / long.num_supervised
+    text = report.tokens.describe_long()
+    assert f"and drops 1, split_turns {lost:.1%}, in {long.num_parts} parts, and 1 turn fits in no part" in text
+    shown = Terminal(file=(written := io.StringIO()), width=200)
+    shown.print(report.render_text())
+    assert "over seq_len" in written.getvalue()
+    bars = [line for line in written.getvalue().splitlines() if "\u2588" in line]
+    assert sum(int(line.split()[1].replace(",", "")) for line in bars) == 3

@@ -270,6 +270,8 @@ FULL = {"precision": "bf16_mixed"}
         pytest.param(FULL, Setting("fsdp", 1, 4, 0.5, 2), marks=pytest.mark.thorough),
         (FULL, Setting("hsdp", 2, 2, 1.0, 1, 2)),
         (LORA, Setting("fsdp", 1, 4, 1.0, 2)),
+        (LORA, Setting("fsdp", 1, 4, 0.0, 4, context=4)),
+        pytest.param(FULL, Setting("fsdp", 1, 4, 0.5, 4, context=2), marks=pytest.mark.slow),
         pytest.param(LORA, Setting("none", 1, 1, 0.0, 2), marks=pytest.mark.thorough),
         pytest.param(
             {"adapter": {"rank": 8, "base": "nf4"}, "precision": "bf16"},

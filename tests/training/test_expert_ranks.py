@@ -66,6 +66,7 @@ def test_adapters_on_experts_train_alike_on_any_number_of_ranks(base: Path, tmp_
 def test_all_weights_train_alike_on_any_number_of_ranks(base: Path, tmp_path: Path) -> None:
     # Five experts do not divide over the ranks, so shards are uneven.
     runs = [(1, {}), (2, {"parallel": {"mode": "fsdp"}}), (4, {"parallel": {"mode": "hsdp", "replicate": 2}})]
+    runs.append((2, {"parallel": {"mode": "fsdp", "context": 2}}))
     check_equal(train_all(base, tmp_path, runs, adapter=None))
 
 
@@ -75,7 +76,7 @@ def test_spread_experts_train_as_on_one_rank(tmp_path: Path) -> None:
     runs = [
         (1, {"micro_batch_size": 7}),
         (2, spread | {"activation_checkpointing": {"fraction": 1.0}}),
-        (4, {"parallel": {"mode": "hsdp", "replicate": 2, "expert": 4}}),
+        (4, {"parallel": {"mode": "hsdp", "replicate": 2, "expert": 4, "context": 2}}),
     ]
     check_equal(train_all(base, tmp_path, runs, adapter=ADAPTER))
 

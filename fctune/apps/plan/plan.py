@@ -103,7 +103,7 @@ class Plan:
     @property
     def num_idle(self) -> int:
         """GPUs that have no data in any step: a run warns of them, and they wait for the others."""
-        return max(0, self.search.world_size - self.search.packs)
+        return max(0, self.setting.num_shares - self.search.packs) * self.setting.context
 
     @property
     def margin_bytes(self) -> int:

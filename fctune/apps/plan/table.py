@@ -13,6 +13,7 @@ from fctune.apps.plan.request import FAILURES_PER_GPU_DAY
 from fctune.base.terminal import print_full_width
 from fctune.config.intervals import format_count, format_duration, parse_interval
 from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
+from fctune.parallel.memory import Setting
 from fctune.parallel.search import Variant, format_overrides, list_overrides
 from fctune.parallel.speed import MEASURED_RANGE
 from fctune.parallel.storage import MAX_LOST_SHARE
@@ -28,7 +29,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     if plan.search.tokens_note:
         _say(console, f"  {plan.search.tokens_note}")
     _say(console, f"{gpus} ({request.gpu.source}; {request.gpu.machine})")
-    _say(console, f"  {_describe_layout(setting.mode, setting.replicate, setting.shard)} ({plan.layout_reason})")
+    _say(console, f"  {_describe_layout(setting)} ({plan.layout_reason})")
     if plan.num_idle:
         of, packs = f"{plan.num_idle} of {plan.search.world_size} GPUs", format_count(plan.search.packs, "pack")
         remedy = "use fewer GPUs, or a larger global_batch_size"
@@ -72,7 +73,7 @@ def _print_variants(console: Console, plan: Plan) -> None:
     for variant in plan.variants:
         setting = variant.setting
         table.add_row(
-            _describe_layout(setting.mode, setting.replicate, setting.shard),
+            _describe_layout(setting),
             f"{setting.fraction:g}",
             str(setting.micro_batch_size),
             _gib(variant.peak.footprint.total),
@@ -328,17 +329,18 @@ def _describe_useful(plan: Plan) -> str:
 
 def _describe_briefly(variant: Variant) -> str:
     setting = variant.setting
-    layout = _describe_layout(setting.mode, setting.replicate, setting.shard)
+    layout = _describe_layout(setting)
     return f"{layout}, {setting.fraction:g} checkpointed, micro-batch {setting.micro_batch_size}"
 
 
-def _describe_layout(mode: str, replicate: int, shard: int) -> str:
-    return {
+def _describe_layout(setting: Setting) -> str:
+    shape = {
         "none": "one GPU",
-        "ddp": f"ddp, {replicate} replicas",
-        "fsdp": f"fsdp over {shard}",
-        "hsdp": f"hsdp, {replicate} x {shard}",
-    }[mode]
+        "ddp": f"ddp, {setting.replicate} replicas",
+        "fsdp": f"fsdp over {setting.shard}",
+        "hsdp": f"hsdp, {setting.replicate} x {setting.shard}",
+    }[setting.mode]
+    return f"{shape}, rows over {setting.context}" if setting.context > 1 else shape
 
 
 def _gib(size: float) -> str:

@@ -148,17 +148,18 @@ def _add_contents(page: Page, report: Report) -> None:
     title = "Conversations by kind of call"
     charts = [Chart("bars", list(CLASSES.values()), [Series("conversations", counts)], title=title)]
     if report.tokens is not None and report.tokens.lengths.count:
-        charts.append(_make_lengths(report.tokens.lengths, "tokens"))
+        charts.append(_make_lengths(report.tokens.lengths, "tokens", report.tokens.describe_long()))
     charts.append(_make_lengths(report.num_characters, "characters"))
     charts.append(_make_lengths(report.num_messages, "messages"))
     page.add_section("Contents", Group(charts, "pair"))
 
 
-def _make_lengths(lengths: Lengths, unit: str) -> Chart:
+def _make_lengths(lengths: Lengths, unit: str, note: str = "") -> Chart:
     labels = [str(a) if b == a + 1 else f"{a:,}–{b - 1:,}" for a, b, _ in lengths.bins]
     series = [Series("conversations", [n for *_, n in lengths.bins])]
     values = f"median {lengths.p50:,}, 90th percentile {lengths.p90:,}, 99th {lengths.p99:,}, longest {lengths.max:,}"
-    return Chart("histogram", labels, series, unit, title=f"{unit.capitalize()} per conversation", note=values)
+    note = f"{values}. Of those over seq_len, {note}" if note else values
+    return Chart("histogram", labels, series, unit, title=f"{unit.capitalize()} per conversation", note=note)
 
 
 def _add_tools(page: Page, report: Report) -> None:

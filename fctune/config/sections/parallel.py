@@ -26,6 +26,10 @@ class ParallelConfig:
     expert: Annotated[int, AT_LEAST_1] = 1
     """Ranks over which the experts of a mixture are spread: each holds a part of them, and tokens are sent to it. Other
     weights are sharded by `fsdp` or `hsdp`."""
+    context: Annotated[int | None, AT_LEAST_1, Null("the fewest ranks of a node with which a row fits")] = None
+    """Ranks that share each row: each computes an equal part of its tokens, and of the attention heads in attention.
+    The activations of a row of `data.seq_len` tokens take that much less memory on each. It must divide the number of
+    ranks and the attention heads; no number changes."""
 
     def check(self, where: str, problems: SectionProblems) -> None:
         """Check keys that only some modes support."""

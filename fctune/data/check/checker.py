@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ from fctune.data.check.similarity import Location, SimilarityIndex, WordHasher
 from fctune.data.check.warnings import CLASSES, classify, iter_warnings
 from fctune.data.conversation import Conversation, Tool
 from fctune.data.conversation_encoder import get_defect_kind
+from fctune.data.long_conversations import LongConversations
 from fctune.data.secrets import SecretCounts, SecretScanner, warn
 from fctune.data.sources import DEFAULT_SELECTION, Defect, LeftOut, ParsedRow, RowReader, Selection, scan_source
 from fctune.data.sources.columns import Columns
@@ -43,6 +45,7 @@ Encode = Callable[[Conversation], tuple[int, int]]
 _NUM_TOOLS_SHOWN = 50
 _MAX_TOOL_NAMES = 100_000  # further names are not counted, which bounds memory
 _PROGRESS_ROWS = 500
+_MAX_LONG_MEASURED = 200
 
 
 def check_sources(
@@ -83,7 +86,7 @@ def check_sources(
         DataError: A path does not exist, rows have an unknown format, or none meets the conditions. Truncated files are
             part of the report.
     """
-    check = _Check(encode, seq_len, validation, eval_suites, on_progress, ReasoningCount(template), secrets)
+    check = _Check(encode, seq_len, validation, eval_suites, on_progress, template, secrets)
     try:
         for path in paths:
             check.read(path, row_format, max_samples, columns, fold, selection, tools)
@@ -104,7 +107,7 @@ class _Check:
         validation: Iterable[str],
         eval_suites: Iterable[str],
         on_progress: Callable[[int], None] | None,
-        reasoning: ReasoningCount,
+        template: ChatTemplate | None,
         secrets: Sequence[str],
     ) -> None:
         self.scanner = SecretScanner(secrets)
@@ -114,7 +117,8 @@ class _Check:
         self.encode = encode
         self.seq_len = seq_len
         self.on_progress = on_progress
-        self.reasoning = reasoning
+        self.template, self.reasoning = template, ReasoningCount(template)
+        self.long = LongConversations()
         hasher = WordHasher()
         self.similarity = SimilarityIndex(hasher)
         self.overlaps = [OverlapIndex(path, "validation", hasher) for path in validation]
@@ -214,6 +218,8 @@ class _Check:
                 return
             self.tokens[num_tokens] += 1
             self.num_supervised += num_supervised
+            if self.seq_len is not None and num_tokens > self.seq_len:
+                self.measure_long(conversation, num_supervised, self.seq_len)
             self.num_unsupervised += num_supervised == 0
         self.row_formats[row.row_format] += 1
         self.similarity.add(conversation, self.files.setdefault(file, len(self.files)), int(line), row.digest())
@@ -240,6 +246,14 @@ class _Check:
         if len(self.declared) < _MAX_TOOL_NAMES:
             self.declared.update({tool.name for tool in conversation.tools})
             self.called.update(names)
+
+    def measure_long(self, conversation: Conversation, num_supervised: int, seq_len: int) -> None:
+        """Measure what shortening a conversation would lose, which encodes it many times: only so many of them."""
+        if self.template is None or self.long.num_measured == _MAX_LONG_MEASURED:
+            return
+        # Some conversations are rejected by the template once turns are left out.
+        with contextlib.suppress(DataError):
+            self.long.add(conversation, self.template.encoder, seq_len, num_supervised)
 
     def report(self) -> Report:
         names = list(self.files)
@@ -292,6 +306,7 @@ class _Check:
             self.num_unsupervised,
             self.num_not_renderable,
             lengths,
+            self.long if self.long.num_measured else None,
         )
 
 

@@ -21,12 +21,14 @@ from fctune.config.intervals import choose_noun, format_count
 from fctune.config.sections.data import ADDITIONS
 from fctune.data.check.reasoning import ReasoningUse
 from fctune.data.check.warnings import CLASSES, WARNING_KINDS
+from fctune.data.long_conversations import LongConversations
 from fctune.data.secrets import list_counts
 from fctune.data.sources import DEFECT_KINDS, LEFT_OUT_KINDS, NOTE_KINDS
 from fctune.data.sources.row_formats.registry import describe_unread
 
 SCHEMA_VERSION = 2
 NUM_EXAMPLES = 5
+_BAR_WIDTH = 30  # of the longest bar of a histogram, in characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,21 @@ class Tokens:
     num_unsupervised: int  # conversations without supervised tokens
     num_not_renderable: int  # rows that the template or tokenizer rejects; they are defects
     lengths: Lengths
+    long: LongConversations | None = None  # what shortening the conversations over seq_len would lose
+
+    def describe_long(self) -> str:
+        """Return what each value of ``data.overlong`` would do with the conversations over ``seq_len``."""
+        if self.long is None:
+            return ""
+        long, of = self.long, max(1, self.long.num_supervised)
+        sampled = f" (measured on {long.num_measured:,})" if long.num_measured < self.num_over_seq_len else ""
+        lost = f", and {format_count(long.lost_turns, 'turn')} fits in no part" if long.lost_turns == 1 else ""
+        lost = f", and {long.lost_turns:,} turns fit in no part" if long.lost_turns > 1 else lost
+        dropped = f", and drops {long.dropped_by_cut:,}" if long.dropped_by_cut else ""
+        return (
+            f"overlong=drop loses all of their supervised tokens, cut {1 - long.kept_by_cut / of:.1%}{dropped}, "
+            f"split_turns {1 - long.kept_by_split / of:.1%}, in {format_count(long.num_parts, 'part')}{lost}{sampled}"
+        )
 
 
 @dataclass(slots=True)
@@ -229,6 +246,8 @@ class Report:
             parts.append(Text(error, style="bold red"))
         if self.reasoning.warning is not None:
             parts.append(Text(f"\nReasoning: {self.reasoning.warning}.", style="yellow"))
+        if self.tokens is not None and self.tokens.lengths.bins:
+            parts.append(_render_histogram(self.tokens.lengths, self.tokens.seq_len))
         if self.defect_kinds:
             parts.append(_render_findings("Defects: rows that cannot be trained on", "red", self.defect_kinds))
         if self.warning_kinds:
@@ -285,6 +304,8 @@ class Report:
             add(tokens.total, "token", f", {tokens.supervised_share:.1%} of them supervised")
             if tokens.seq_len is not None:
                 add(tokens.num_over_seq_len, "conversation", f" over seq_len {tokens.seq_len:,}")
+                if text := tokens.describe_long():
+                    table.add_row("", text, style="dim")
             if tokens.num_unsupervised:
                 table.add_row(f"{tokens.num_unsupervised:,}", "without supervised tokens", style="yellow")
         if self.reasoning.rows:
@@ -311,6 +332,22 @@ def _render_findings(title: str, style: str, findings: list[Finding]) -> Group:
         parts.append(Text.from_markup(head))
         parts.extend(Text(f"           {example}", style="dim") for example in finding.examples[:3])
     return Group(*parts)
+
+
+def _render_histogram(lengths: Lengths, seq_len: int | None) -> Text:
+    """Show how many conversations have how many tokens, in at most one line for each doubling."""
+    rows: Counter[int] = Counter()
+    for start, _, count in lengths.bins:
+        rows[max(start, 1).bit_length() - 1] += count
+    most = max(rows.values())
+    lines = []
+    for power in range(min(rows), max(rows) + 1):
+        start, stop = 2**power, 2 ** (power + 1)
+        bar = "█" * math.ceil(_BAR_WIDTH * rows[power] / most)
+        mark = "  <- seq_len" if seq_len is not None and start <= seq_len < stop else ""
+        lines.append(f"  {f'{start:,}-{stop - 1:,}':>19}  {rows[power]:>9,}  {bar}{mark}")
+    longest = f"median {lengths.p50:,}, 99th percentile {lengths.p99:,}, longest {lengths.max:,}"
+    return Text(f"\nTokens of a conversation: {longest}\n" + "\n".join(lines))
 
 
 def _render_overlap(overlap: OverlapFinding) -> Text:

@@ -38,10 +38,14 @@ class AttentionUse(NamedTuple):
     Attributes:
         window: Tokens that a token sees, itself included; None is all before it.
         needs_flex: The layer is beyond flash attention over variable-length rows.
+        num_heads: Query heads.
+        num_kv_heads: Key heads.
     """
 
     window: int | None
     needs_flex: bool
+    num_heads: int
+    num_kv_heads: int
 
 
 class _Running:
@@ -103,7 +107,7 @@ def attend_packed(
     if _RUNNING.record is not None:
         _check_layer(module, query, key, attention_mask, is_causal, options)
         is_flex = needs_flex(query, value, softcap, s_aux)
-        _RUNNING.record[id(module)] = AttentionUse(sliding_window or None, is_flex)
+        _RUNNING.record[id(module)] = AttentionUse(sliding_window or None, is_flex, query.shape[1], key.shape[1])
         # Kernels of CUDA refuse meta tensors.
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))

@@ -291,6 +291,7 @@ def build_model(
     model.attention_warning = findings.warning
     if attention_kernel != "per_document" and findings.warning is None:
         is_flex = attention_kernel == "flex"
+        model.head_counts = frozenset((use.num_heads, use.num_kv_heads) for use in findings.uses)
         model.windows = tuple(dict.fromkeys(use.window for use in findings.uses if is_flex or use.needs_flex))
     return model
 

@@ -26,8 +26,11 @@ class TokenLengths:
         """Set the lengths in a batch of tokens ``[b, s]``; see ``CausalLM.forward``."""
         if bounds is not None:
             lengths = bounds.ends.diff()
-            by_token = torch.repeat_interleave(lengths, lengths, output_size=tokens.numel())
-            self.value = by_token.view(tokens.shape).to(tokens.device)
+            rows, length = bounds.shape
+            by_token = torch.repeat_interleave(lengths, lengths, output_size=rows * length).view(rows, length)
+            if bounds.group is not None:  # this rank's part of the tokens
+                by_token = by_token.chunk(bounds.group.size, 1)[bounds.group.rank]
+            self.value = by_token.to(tokens.device)
         elif row_lengths is not None:
             self.value = row_lengths[:, None]
         else:
