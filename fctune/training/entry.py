@@ -334,12 +334,11 @@ def _describe_node() -> dict[str, Any]:
 
 def _record_killed_rank(run: Run, killed: RankEnd, consequence: str = "") -> None:
     """Record a rank of this node that was killed: by the kernel for lack of memory, else by a driver or by NCCL."""
-    is_fault = not killed.is_out_of_memory
     run.record_crash(
         f"{killed.reason}. {consequence}" if consequence else killed.reason,
-        NODE_FAULT if is_fault else FAILED,
+        FAILED if killed.is_out_of_memory else NODE_FAULT,
         is_out_of_memory=killed.is_out_of_memory,
-        is_nodes_fault=is_fault,
+        is_nodes_fault=killed.is_nodes_fault,
     )
 
 
@@ -347,11 +346,12 @@ def _record_crash(run: Run, world: World, error: Exception) -> None:
     reason = f"rank {world.rank}: {type(error).__name__}: {error}"
     code = NODE_FAULT if is_node_fault(error) else FAILED
     if is_lost_connection(error):
-        killed = find_killed_rank(run.peers, _DEATH_S)
-        if killed is None:
-            run.record_crash(f"another rank ended first; its log has the cause. {reason}", code, is_consequence=True)
-        else:
-            _record_killed_rank(run, killed, reason)
+        ended = find_killed_rank(run.peers, _DEATH_S)
+        if ended is not None and ended.is_killed:
+            _record_killed_rank(run, ended, reason)
+        else:  # a rank of this node that is gone may itself have ended because of another node
+            first = "another rank ended first; its log has the cause" + (f". {ended.reason}" if ended else "")
+            run.record_crash(f"{first}. {reason}", code, is_consequence=True)
     else:
         ran_out = is_out_of_memory(error)
         if run.recipe is not None and ran_out:

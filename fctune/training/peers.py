@@ -33,11 +33,16 @@ class RankProcess:
 
 
 class RankEnd(NamedTuple):
-    """How a rank's process ended; SIGKILL is what the kernel sends when memory runs out."""
+    """How a rank's process ended.
+
+    The kernel sends SIGKILL when memory runs out, and SIGBUS or SIGSEGV after errors of memory or of a driver. NCCL
+    aborts every rank after a time-out, which may be any node's fault.
+    """
 
     reason: str
-    is_killed: bool = False
+    is_killed: bool = False  # False: its exit status is unknown, so it may have ended because of another rank
     is_out_of_memory: bool = False
+    is_nodes_fault: bool = False
 
 
 def describe_process(rank: int) -> RankProcess:
@@ -55,12 +60,12 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def find_killed_rank(peers: Sequence[RankProcess], wait_s: float = 0.0) -> RankEnd | None:
-    """Return the end of a rank of this machine that was killed, such as ``rank 1 (...) was killed by SIGKILL``.
+    """Return how a rank of this machine ended, such as ``rank 1 (...) was killed by SIGKILL``.
 
     Args:
         peers: Processes of all ranks.
         wait_s: Limit for a process that is about to end. If it is not 0, a process that is gone without a trace counts
-            as killed.
+            as ended, though nobody knows whether it was killed.
     """
     here = describe_process(-1)
     local = [peer for peer in peers if peer.namespace == here.namespace and peer.process != here.process]
@@ -77,11 +82,11 @@ def find_killed_rank(peers: Sequence[RankProcess], wait_s: float = 0.0) -> RankE
 
 
 def _how_ended(process: int) -> RankEnd | None:
-    """Return how a process ended; None if it runs, or ended by itself and so has recorded its reason."""
+    """Return how a process ended; None if it runs, or has recorded its own reason."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
-        return RankEnd("ended without recording a reason")
+        return RankEnd("ended before")
     except PermissionError:
         return None
     try:  # its parent has not collected its exit status yet
@@ -93,4 +98,5 @@ def _how_ended(process: int) -> RankEnd | None:
         return None
     name = signal.Signals(os.WTERMSIG(status)).name
     hint = "; if nobody sent it, the machine ran out of memory" if name == "SIGKILL" else ""
-    return RankEnd(f"was killed by {name}{hint}", is_killed=True, is_out_of_memory=name == "SIGKILL")
+    is_nodes_fault = name in ("SIGBUS", "SIGSEGV")
+    return RankEnd(f"was killed by {name}{hint}", True, name == "SIGKILL", is_nodes_fault)

@@ -63,22 +63,41 @@ def test_only_failures_of_the_machines_restart(
 
 
 @pytest.mark.parametrize(
-    ("signal", "code", "node"), [("SIGABRT", NODE_FAULT, HERE), ("SIGKILL", FAILED, None)]
-)  # NCCL's watchdog aborts after its time-out; the kernel kills when memory runs out
-def test_a_rank_that_was_killed_names_its_node_unless_memory_ran_out(
+    ("signal", "code", "node"),
+    [
+        ("SIGBUS", NODE_FAULT, HERE),
+        ("SIGSEGV", NODE_FAULT, HERE),
+        ("SIGABRT", NODE_FAULT, None),  # NCCL's watchdog aborts every rank after a time-out that any node may cause
+        ("SIGKILL", FAILED, None),  # the kernel, when memory runs out
+    ],
+)
+def test_a_rank_that_was_killed_names_its_node_only_if_that_is_at_fault(
     signal: str, code: int, node: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    killed = subprocess.Popen([sys.executable, "-c", f"import os, signal; os.kill(os.getpid(), signal.{signal})"])
+    program = f"import os, signal; signal.signal(signal.{signal}, 0); os.kill(os.getpid(), signal.{signal})"
+    if signal == "SIGKILL":
+        program = "import os; os.kill(os.getpid(), 9)"
+    killed = subprocess.Popen([sys.executable, "-c", program])
     os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
-    here = describe_process(4)
-    ended = record(
-        tmp_path / "run",
-        RuntimeError("Connection reset by peer"),
-        RankProcess(4, killed.pid, here.host, here.namespace),
-    )
+    ended = record(tmp_path / "run", RuntimeError("Connection reset by peer"), peer_on_this_machine(killed.pid))
     killed.wait()
     assert f"was killed by {signal}" in ended["reason"]
-    assert (ended["code"], ended.get("faulty_node")) == (code, node)
+    assert (ended["code"], ended.get("faulty_node"), ended.get("is_consequence")) == (code, node, None)
+
+
+def test_a_rank_that_the_launcher_has_collected_is_not_taken_for_the_cause(tmp_path: Path) -> None:
+    """It may have been killed, or have ended because another node was lost, as this rank does now."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    ended = record(tmp_path / "run", RuntimeError("Connection reset by peer"), peer_on_this_machine(gone.pid))
+    assert (ended["code"], ended.get("faulty_node"), ended.get("is_consequence")) == (NODE_FAULT, None, True)
+    assert f"rank 4 (process {gone.pid}" in ended["reason"]
+    assert record(tmp_path / "run", KeyError("labels"))["code"] == FAILED, "the cause replaces it"
+
+
+def peer_on_this_machine(process: int) -> RankProcess:
+    here = describe_process(4)
+    return RankProcess(4, process, here.host, here.namespace)
 
 
 def test_a_cause_replaces_the_record_of_its_consequence(tmp_path: Path) -> None:
