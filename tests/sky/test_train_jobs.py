@@ -35,9 +35,15 @@ def respond(spec: dict[str, Any], code: int, is_disrupted: bool = False) -> str:
     """Return what the controllers of Jobs and JobSets do when a container ends with a code, by their documentation."""
     reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
     for index, rule in enumerate(job_of(spec)["podFailurePolicy"]["rules"]):
-        conditions = rule.get("onPodConditions", [])
-        if is_disrupted and {"type": "DisruptionTarget", "status": "True"} in conditions:
-            return str(rule["action"])
+        if is_disrupted and {"type": "DisruptionTarget", "status": "True"} in rule.get("onPodConditions", []):
+            if rule["action"] != "FailJob":
+                return str(rule["action"])
+            reason = "PodFailurePolicy"
+            message = (
+                "Pod default/fctune-train-node-0-1-x7k2p has condition DisruptionTarget matching FailJob rule at index "
+                f"{index}"
+            )
+            break
         if code in rule.get("onExitCodes", {"values": []})["values"]:
             assert rule["onExitCodes"]["operator"] == "In"
             # https://github.com/kubernetes/kubernetes/blob/v1.36.0/pkg/controller/job/pod_failure_policy.go
@@ -63,8 +69,8 @@ def test_pods_restart_together_after_the_codes_that_restart_and_never_after_othe
     assert respond(spec, 137) == "RestartJobSet"
     assert 0 < spec["failurePolicy"]["maxRestarts"] < 10
     assert spec["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
-    for code in (137, 143, 75, 1):  # a preempted or drained pod, however it ends
-        assert respond(spec, code, is_disrupted=True) == "Ignore"
+    for code in (137, 143, 75, 1):  # a preempted or drained pod, however it ends; alone, it could not resume
+        assert respond(spec, code, is_disrupted=True) == "RestartJobSetAndIgnoreMaxRestarts"
     assert job_of(spec)["template"]["spec"]["restartPolicy"] == "Never", "podFailurePolicy requires it"
 
 
