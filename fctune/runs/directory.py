@@ -115,6 +115,8 @@ class RunDirectory(RunFiles):
             self._lock = DirectoryLock(self.path)
             for file in (self.not_started, *(self.path / name for name in STOP_FILES)):  # of the launch before
                 file.unlink(missing_ok=True)
+            if not self.run.exists():  # the launch before ended before it had a run.json
+                self.exit.unlink(missing_ok=True)
         except OSError as error:
             raise self._cannot_write(error) from None
 
@@ -196,12 +198,12 @@ class RunDirectory(RunFiles):
             self._run |= {"config": config.to_dict(), "world_size": world_size, "versions": installed_versions()}
             self._run |= described
             self._run["resumed"] = [*self._run.get("resumed", []), resumed]
+            self.exit.unlink(missing_ok=True)  # before this launch may write one
             self.has_begun = True
             self._write(self.run, self._run)
             (self.path / _RESERVE).write_bytes(os.urandom(_RESERVE_BYTES))
             for file in (self.metrics, self.rollouts, self.alerts):
                 _drop_steps_after(file, step)
-            self.exit.unlink(missing_ok=True)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"output_dir={self.path}: the run in it cannot be resumed ({error}). Fix the cause, or set another "

@@ -183,9 +183,8 @@ class Run:
         killed = find_killed_rank(self.peers)
         if killed is not None:  # the launcher stops the other ranks
             _record_killed_rank(self, killed)
-        elif self.is_open:
-            checkpoint = self.newest_checkpoint()
-            self.directory.finish(STOPPED, reason, self.step, checkpoint, is_crash=not self.world.is_main)
+        else:  # the launcher also stops this rank after another one's error, whose record stays
+            self.record_crash(reason, STOPPED)
 
     def _record_lost_launcher(self) -> None:
         self.record_crash(f"rank {self.world.rank} on {os.uname().nodename}: its launcher died")

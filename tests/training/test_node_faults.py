@@ -15,7 +15,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from fctune.base.distributed import World
-from fctune.base.exit_codes import EXIT_CODES, FAILED, NODE_FAULT, RESTARTED
+from fctune.base.exit_codes import EXIT_CODES, FAILED, NODE_FAULT, RESTARTED, STOPPED
 from fctune.checkpoint.store import CheckpointStore
 from fctune.config.schema import RunConfig
 from fctune.runs.directory import RunDirectory
@@ -26,13 +26,18 @@ from tests.conftest import ROOT
 HERE = {"rank": 2, "host": os.uname().nodename}
 
 
+def open_rank(folder: Path, rank: int, *peers: RankProcess) -> Run:
+    """Return the run of a rank of three nodes, which is not training yet."""
+    folder.mkdir(exist_ok=True)
+    world = World(rank, world_size=6, local_rank=rank % 2, device=torch.device("cpu"), ranks_per_node=2)
+    store = CheckpointStore(folder / "checkpoints", 1, None)
+    return Run(cast(RunConfig, None), RunDirectory(folder), store, world, peers, is_open=True)
+
+
 def record(folder: Path, error: Exception, *peers: RankProcess) -> dict[str, Any]:
     """Return exit.json of a run whose rank 5, on the third node, has raised an error."""
-    folder.mkdir(exist_ok=True)
-    world = World(rank=5, world_size=6, local_rank=1, device=torch.device("cpu"), ranks_per_node=2)
-    store = CheckpointStore(folder / "checkpoints", 1, None)
-    run = Run(cast(RunConfig, None), RunDirectory(folder), store, world, peers, is_open=True)
-    _record_crash(run, world, error)
+    run = open_rank(folder, 5, *peers)
+    _record_crash(run, run.world, error)
     found: dict[str, Any] = json.loads((folder / "exit.json").read_text())
     return found
 
@@ -105,6 +110,26 @@ def test_a_cause_replaces_the_record_of_its_consequence(tmp_path: Path) -> None:
     ended = record(tmp_path / "run", KeyError("labels"))
     assert (ended["code"], ended.get("is_consequence")) == (FAILED, None)
     assert record(tmp_path / "run", RuntimeError("Broken pipe")) == ended
+
+
+@pytest.mark.parametrize("earlier", ["", "run.json"], ids=["new run", "earlier run"])
+def test_the_launchers_signal_after_an_error_in_the_setup_does_not_hide_it(earlier: str, tmp_path: Path) -> None:
+    if earlier:
+        (tmp_path / earlier).write_text("{}")
+    before, ended = tmp_path / "exit.json", tmp_path / ("not_started.json" if earlier else "exit.json")
+    before.write_text('{"code": 76}')  # of the start before
+    head = open_rank(tmp_path, 0)
+    head.directory.lock()
+    head._record_stop("SIGTERM before the first step; nothing to save")
+    assert json.loads(ended.read_text())["code"] == STOPPED
+    head.directory.unlock()
+
+    head = open_rank(tmp_path, 0)
+    head.directory.lock()
+    other = open_rank(tmp_path, 5)
+    _record_crash(other, other.world, KeyError("labels"))
+    head._record_stop("SIGTERM before the first step; nothing to save")  # torchrun stops the other ranks
+    assert json.loads(ended.read_text())["code"] == FAILED
 
 
 def test_the_docs_list_every_exit_code_and_what_restarts() -> None:
