@@ -49,6 +49,17 @@ logger = logging.getLogger("fctune")
 
 _RECORD_S = 30.0  # limit for recording the end, because a disk may hang
 _DEATH_S = 2.0  # a killed rank closes its connections before it ends
+# Errors that torch and Triton raise as a plain RuntimeError.
+_UNTYPED_GPU_FAULTS = ("CUBLAS_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_EXECUTION_FAILED", "Triton Error [CUDA]")
+# Errors of a GPU or of NCCL that every start would meet again: an index out of range, a wrong build, a wrong call.
+_REPEATED = (
+    "device-side assert",
+    "no kernel image",
+    "kernel image is invalid",
+    "ncclInvalidUsage",
+    "ncclInvalidArgument",
+    "invalid usage",
+)
 _USAGE = "tune run recipes/<recipe> --config FILE [key=value ...]"
 
 
@@ -323,8 +334,12 @@ def is_node_fault(error: Exception) -> bool:
     An error of a GPU may also be a defect of a kernel. A run that fails in the same way each time saves no new
     checkpoint, so it is not started again forever.
     """
+    message = str(error)
+    if is_out_of_memory(error) or any(sign in message for sign in _REPEATED):
+        return False
     is_communication = isinstance(error, DistError) or is_lost_connection(error)
-    return is_communication or (isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error))
+    is_untyped = isinstance(error, RuntimeError) and any(sign in message for sign in _UNTYPED_GPU_FAULTS)
+    return is_communication or is_untyped or isinstance(error, torch.AcceleratorError)
 
 
 def _describe_node() -> dict[str, Any]:

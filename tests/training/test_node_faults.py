@@ -51,13 +51,23 @@ def third_node(monkeypatch: pytest.MonkeyPatch) -> None:
     ("error", "code", "node"),
     [
         (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), NODE_FAULT, HERE),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"), NODE_FAULT, HERE),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), NODE_FAULT, HERE),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), NODE_FAULT, HERE),
         (DistBackendError("NCCL error: unhandled system error"), NODE_FAULT, None),  # any node's
         (RuntimeError("[gloo] Connection closed by peer"), NODE_FAULT, None),
         (torch.OutOfMemoryError("CUDA out of memory"), FAILED, None),
+        (DistBackendError("ncclUnhandledCudaError: ... Cuda failure 2 'out of memory'"), FAILED, None),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), FAILED, None),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), FAILED, None),
+        (torch.AcceleratorError("CUDA error: no kernel image is available for execution"), FAILED, None),
+        (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), FAILED, None),
+        (DistBackendError("NCCL error in: ..., invalid usage (run with NCCL_DEBUG=WARN for details)"), FAILED, None),
+        (DistBackendError("ncclInvalidArgument: Invalid value for an argument."), FAILED, None),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), FAILED, None),
         (KeyError("labels"), FAILED, None),
     ],
-    ids=["GPU", "NCCL", "lost rank", "out of memory", "RuntimeError", "KeyError"],
+    ids=lambda value: str(value)[:40] if isinstance(value, Exception) else "",
 )
 def test_only_failures_of_the_machines_restart(
     error: Exception, code: int, node: dict[str, Any] | None, tmp_path: Path
