@@ -75,7 +75,7 @@ leave() {
 }
 
 TORCH_CPP_LOG_LEVEL=FATAL python -m fctune.cli preflight --config "$config" --gpus "$gpus" \
-  --nodes "$nodes" --node-rank "$node" --address "$head" --port "$port" --launch "$launch" "$@"
+  --wait "${PREFLIGHT_WAIT_S:-60}" --nodes "$nodes" --node-rank "$node" --address "$head" --port "$port" --launch "$launch" "$@"
 code=$?
 # shellcheck source=/dev/null
 . "$launch"
@@ -206,8 +206,9 @@ print(end["code"], not end.get("is_consequence", False), end.get("faulty_node", 
   [ "$is_final" != True ] || break
   sleep 1
 done
-# All ranks of a run that has trained ended without a word: a driver, NCCL or the kernel has killed them.
-if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$output_dir/metrics.jsonl" -nt "$started" ]; then
+# All ranks ended without a word after they had locked the run, so they were killed by a driver, NCCL or the kernel: an
+# error in Python would have left a record.
+if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$output_dir/.lock" -nt "$started" ]; then
   code=76
   [ "$nodes" -gt 1 ] || faulty_nodes=0
 fi

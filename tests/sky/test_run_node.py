@@ -269,7 +269,7 @@ def test_restarts_end_when_several_in_a_row_have_saved_no_new_checkpoint(code: i
         ('printf \'{"code": 76, "faulty_node": {"rank": 1, "host": "b"}}\' > exit.json', "76 1"),
         ('printf \'{"code": 76, "is_consequence": true}\' > exit.json; '
          '(sleep 2; printf \'{"code": 1}\' > exit.json) > /dev/null 2>&1 &', "1 "),
-        ("echo {} > metrics.jsonl", "76 0"),  # killed
+        ("touch .lock", "76 0"),  # killed after it had begun, maybe before the first step
     ],
     ids=["with a faulty node", "replaced by its cause", "without a record"],
 )  # fmt: skip
@@ -288,9 +288,12 @@ def test_a_node_that_is_unfit_for_a_run_is_named_to_the_batch_script(tmp_path: P
     script = copy_with_recorder(tmp_path)
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", SLURM_JOB_ID="41")
     (script.parents[1] / ".venv" / "bin" / "python").write_text(
-        '#!/usr/bin/env bash\nwhile [ "$1" != --launch ]; do shift; done\necho "faulty_nodes=\'1 3\'" > "$2"; exit 76\n'
+        "#!/usr/bin/env bash\n"
+        '[[ "$*" == *"--wait ${PREFLIGHT_WAIT_S:-60} "* ]] || exit 1\n'
+        'while [ "$1" != --launch ]; do shift; done\necho "faulty_nodes=\'1 3\'" > "$2"; exit 76\n'
     )
     assert run(script, environment).returncode == 76
+    assert run(script, environment | {"PREFLIGHT_WAIT_S": "900", "SLURM_JOB_ID": ""}).returncode == 76
     assert (tmp_path / "network" / "ended").read_text() == "76 1 3\n"
     assert (tmp_path / "shared" / "restarts" / "slurm-41").read_text() == "0 1\n"
 

@@ -88,8 +88,9 @@ def test_a_pod_has_time_to_save_and_what_a_node_needs(spec: dict[str, Any]) -> N
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {variables["FCTUNE_SHARED"], variables["FCTUNE_NETWORK"], "/dev/shm"} <= mounts
     (launch_id,) = [one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"] if one["name"] == "LAUNCH_ID"]
+    assert int(variables["PREFLIGHT_WAIT_S"] or 0) >= 600, "one pod may pull the image minutes after the other"
     assert launch_id == "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"
-    assert {"LAUNCH_ID", "MASTER_ADDR", "NODE_RANK", "NUM_NODES"} <= set(
+    assert {"LAUNCH_ID", "MASTER_ADDR", "NODE_RANK", "NUM_NODES", "PREFLIGHT_WAIT_S"} <= set(
         re.findall(r"\$\{(\w+):", (SKY / "run_node.sh").read_text())
     )
 

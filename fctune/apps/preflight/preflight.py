@@ -13,7 +13,7 @@ from typing import Any
 
 from fctune.apps.preflight import checks
 from fctune.apps.preflight.checks import ALLOW_PATTERNS, Mounts, Problem, RepoKind, list_hub_repositories
-from fctune.apps.preflight.rendezvous import Node, Rendezvous, RendezvousError
+from fctune.apps.preflight.rendezvous import ListenError, Node, Rendezvous, RendezvousError
 from fctune.base.errors import CheckpointError, ConfigError, DataError, one_line
 from fctune.base.exit_codes import DONE, FAILED, INVALID, NODE_FAULT
 from fctune.base.files import write_atomically
@@ -51,8 +51,9 @@ def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, La
         show: Receives each output line.
 
     Returns:
-        The exit code, the launch specification if that is 0, and the ranks of the nodes whose GPUs failed if that is
-        NODE_FAULT. Other faults are FAILED, because they may be those of the cluster, and a wrong request is INVALID.
+        The exit code, the launch specification if that is 0, and the ranks of the nodes whose GPUs failed. The code is
+        NODE_FAULT for these and for nodes that do not answer. Other faults are FAILED, because they may be those of the
+        cluster, and a wrong request is INVALID.
     """
     problems: list[Problem] = []
     unfit: list[int] = []
@@ -76,7 +77,9 @@ def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, La
     except RendezvousError as error:
         for problem in [*problems, Problem(str(error), "")]:
             show(f"node {node.rank}: {problem.severity}: {problem}")
-        return FAILED, None, []
+        # A node that is late or lost may answer at the next start, but this node's own faults would stop that one, too.
+        is_own = isinstance(error, ListenError) or any(problem.severity != "note" for problem in problems)
+        return FAILED if is_own else NODE_FAULT, None, []
     if code or launch is None:
         return code or FAILED, None, unfit
     return DONE, launch, []

@@ -14,6 +14,10 @@ class RendezvousError(Exception):
     """The nodes could not exchange their results; the message names the missing nodes and what to check."""
 
 
+class ListenError(RendezvousError):
+    """The head cannot listen at its address, which is so at every start until somebody changes something."""
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """This node's position among the nodes of a run; rank 0 is the head."""
@@ -36,7 +40,8 @@ class Rendezvous:
     Every method raises RendezvousError if the head is lost.
 
     Raises:
-        RendezvousError: The head is unreachable, or its port is in use.
+        ListenError: The head's port is in use, or its address belongs to another machine.
+        RendezvousError: The head is unreachable.
     """
 
     def __init__(self, node: Node):
@@ -45,13 +50,13 @@ class Rendezvous:
         try:
             store = connect_store(node.address, node.port, node.is_head, node.wait_s)
         except PortInUseError:
-            raise RendezvousError(
+            raise ListenError(
                 f"port {node.port} of the head is in use. Stop the process that uses it "
                 f"(ss -ltnp 'sport = :{node.port}'), or set MASTER_PORT to another port on every node."
             ) from None
         except ConnectionError as error:
             if node.is_head:
-                raise RendezvousError(f"{where}: the head cannot listen there ({str(error)[:160]}).") from None
+                raise ListenError(f"{where}: the head cannot listen there ({str(error)[:160]}).") from None
             raise RendezvousError(
                 f"{where}: could not reach the head within {node.wait_s:.0f} s. Check its log, and whether this node "
                 f"can connect to it (nc -vz {node.address} {node.port})."
