@@ -37,8 +37,9 @@ ranks=${FCTUNE_CPU_RANKS:-$gpus}
 export FCTUNE_SHARED=${FCTUNE_SHARED:-/mnt/shared} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/mnt/network}
 export HF_HOME=${HF_HOME:-$FCTUNE_SHARED/huggingface} FCTUNE_CACHE=${FCTUNE_CACHE:-$FCTUNE_SHARED/cache}
 
-# Newest checkpoint's step when this launch's last start ended, and how many in a row have not moved it. The head writes it
-# at the end, and all nodes read it before they meet in the preflight, so that all of them end with the same code.
+# Newest checkpoint's step when this launch's last start ended, and how many in a row have not moved it. All nodes read it
+# before they meet in the preflight, so they end with the same code and write the same at the end: any of them may be killed
+# before, since launchers end the others when the first one has ended.
 launch_id=${LAUNCH_ID:-${SKYPILOT_TASK_ID:-${SLURM_JOB_ID:+slurm-$SLURM_JOB_ID}}}
 progress=${launch_id:+$FCTUNE_SHARED/restarts/${launch_id//[^[:alnum:]_.-]/-}}
 last_step=0 fruitless=0
@@ -50,26 +51,27 @@ imports=$(mktemp -d)
 trap 'rm -rf "$launch" "$imports"' EXIT
 recipe='' output_dir='' log='' arguments=() faulty_nodes=''
 
-# Exit with a code; the ranks of the nodes to blame are for sky/slurm/batch.sh, on the head.
+# Exit with a code, which the head, or the first node that gets here, leaves for sky/slurm/batch.sh with the ranks of the
+# nodes to blame.
 leave() {
-  local code=$1 step=$last_step found
+  local code=$1 step=$last_step found ended
   if [ -n "$progress" ] && { [ "$code" = 75 ] || [ "$code" = 76 ]; }; then
-    for found in "${output_dir:-/none}"/checkpoints/*checkpoint-*/_SUCCESS; do
-      found=${found%/_SUCCESS} found=${found##*-}
+    for found in "${output_dir:-/none}"/checkpoints/*checkpoint-*/*_SUCCESS; do
+      found=${found%/*} found=${found##*-}
       [[ ! "$found" =~ ^[0-9]+$ ]] || [ "$found" -le "$step" ] || step=$found
     done
     [ "$step" -gt "$last_step" ] && fruitless=0 || fruitless=$((fruitless + 1))
-    if [ "$node" = 0 ]; then
-      mkdir -p "${progress%/*}" && echo "$step $fruitless" > "$progress"
-    fi
+    mkdir -p "${progress%/*}" && echo "$step $fruitless" > "$progress.$node" && mv -f "$progress.$node" "$progress"
     if [ "$fruitless" -gt "${MAX_RESTARTS:-3}" ]; then
       echo "$0: $fruitless starts in a row saved no new checkpoint after step $step, so this one (exit code $code) is not restarted" >&2
       code=1
     fi
   fi
-  if [ "$node" = 0 ]; then
-    [ "$code" != 0 ] || [ -z "$progress" ] || rm -f "$progress"
-    [ -z "${SLURM_JOB_ID:-}" ] || [ ! -d "$FCTUNE_NETWORK" ] || echo "$code $faulty_nodes" > "$FCTUNE_NETWORK/ended"
+  [ "$code" != 0 ] || [ -z "$progress" ] || rm -f "$progress"
+  if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SKYPILOT_TASK_ID:-}" ] && [ -d "$FCTUNE_SHARED" ]; then
+    ended=$FCTUNE_SHARED/restarts/slurm-$SLURM_JOB_ID.ended
+    mkdir -p "${ended%/*}"
+    [ "$node" != 0 ] && [ -f "$ended" ] || echo "$code $faulty_nodes" > "$ended"
   fi
   exit "$code"
 }

@@ -49,10 +49,12 @@ requeue() {
   [ -n "$faulty" ] || return 0
   excluded=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')
   [ -z "$excluded" ] || [ "$excluded" = '(null)' ] || faulty=$excluded,$faulty
-  left=$(sinfo --noheader --Node --partition "${SLURM_JOB_PARTITION:-}" --format %N | sort -u \
+  # Without the nodes that start no jobs; * marks one that does not respond, and $ one in maintenance.
+  left=$(sinfo --noheader --Node --partition "${SLURM_JOB_PARTITION:-}" --format '%N %T' \
+    | awk '$2 !~ /^(down|drain|fail|maint|reserved|unknown)|[*$]/ { print $1 }' | sort -u \
     | grep -cvxF "$(scontrol show hostnames "$faulty")")
   if [ "$left" -lt "$SLURM_JOB_NUM_NODES" ]; then
-    echo "$(date -Is) $faulty failed, but is not excluded: the partition has only $left other nodes" >&2
+    echo "$(date -Is) $faulty failed, but is not excluded: the partition has only $left other nodes that start jobs" >&2
   else # only a pending job's list can be changed
     echo "$(date -Is) $faulty failed: the job continues on other nodes" >&2
     scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$faulty"
@@ -62,7 +64,7 @@ requeue() {
 # Run a command on all nodes until it ends, even if this script is signaled; then write a summary, and requeue the job
 # after the exit codes that fctune/base/exit_codes.py restarts; sky/run_node.sh limits how often.
 run_and_report() {
-  local code=0 last now elapsed heads_code='' faulty_nodes='' ended=$FCTUNE_NETWORK/ended
+  local code=0 last now elapsed runs_code='' faulty_nodes='' ended=$FCTUNE_SHARED/restarts/slurm-$SLURM_JOB_ID.ended
   rm -f "$ended"
   # After one node exits, the others have two minutes. With --kill-on-bad-exit they would be killed at once, and the job
   # would end with the exit code of the kill, which is higher, instead of the run's.
@@ -74,10 +76,11 @@ run_and_report() {
   wait "$!" 2> /dev/null # srun may have ended during a trap; 127: already waited for
   last=$?
   [ "$last" = 127 ] || code=$last
-  # srun returns the highest exit code of all nodes, and that of a kill if it has ended one that does not answer. The
-  # head, where this runs, has the run's own.
-  [ ! -s "$ended" ] || read -r heads_code faulty_nodes < "$ended"
-  [ "${heads_code:-0}" = 0 ] || code=$heads_code
+  # srun returns the highest exit code of all nodes, and that of a kill if it has ended one that does not answer, such as a
+  # head that waits for a lost node. sky/run_node.sh leaves the run's own.
+  [ ! -s "$ended" ] || read -r runs_code faulty_nodes < "$ended"
+  rm -f "$ended"
+  [ "${runs_code:-0}" = 0 ] || code=$runs_code
   [ "$code" -le 128 ] || code=1
   now=$(date +%s)
   elapsed=$((now - started))

@@ -30,7 +30,7 @@ COMMANDS = {
           "show job") echo "JobId=41 JobName=fctune ReqNodeList=(null) ExcNodeList=${EXCLUDED:-(null)}" ;;
         esac
     """,
-    "sinfo": "printf 'node-%s\\n' $NODES",
+    "sinfo": r"printf 'node-%s %s\n' ${NODES//=/ }",
 }
 
 # Replaces a run: exits with CODE, immediately or on a request to stop.
@@ -39,7 +39,7 @@ RUN_NODE = """
     echo "$@" > "$CALLS/arguments"
     touch "$CALLS/started"
     until [ -z "$WAIT" ] || [ -f "$CALLS/usr1" ] || [ -f "$CALLS/end" ]; do sleep 0.05; done
-    [ -z "$ENDED" ] || echo "$ENDED" > "$FCTUNE_NETWORK/ended"
+    [ -z "$ENDED" ] || { mkdir -p "$FCTUNE_SHARED/restarts"; echo "$ENDED" > "$FCTUNE_SHARED/restarts/slurm-41.ended"; }
     echo "step 7  loss 0.5"
     exit "$CODE"
 """
@@ -155,10 +155,12 @@ def test_only_the_exit_codes_that_restart_requeue_the_job(code: int, tmp_path: P
 @pytest.mark.parametrize(
     ("nodes", "before", "excluded"),
     [
-        ("a b c", "", "node-b"),
-        ("a b c d", "node-d", ""),  # three others are left, of which one is excluded already
-        ("a b c d e", "node-d", "node-d,node-b"),
-        ("a b", "", ""),
+        ("a=allocated b=allocated c=idle", "", "node-b"),
+        ("a=mixed b=mixed c=idle d=idle", "node-d", ""),  # three others are left, of which one is excluded already
+        ("a=mixed b=drained c=idle~ d=idle e=completing", "node-d", "node-d,node-b"),
+        ("a=mixed b=mixed", "", ""),
+        *((f"a=mixed b=mixed c={state}", "", "") for state in ("down", "idle*", "drained", "draining", "failing")),
+        *((f"a=mixed b=mixed c={state}", "", "") for state in ("maint", "idle$", "reserved", "unknown")),
     ],
 )
 def test_a_faulty_node_is_excluded_if_enough_others_are_left(
@@ -169,6 +171,7 @@ def test_a_faulty_node_is_excluded_if_enough_others_are_left(
     changes = [call for call in calls(tmp_path, "scontrol") if not call.startswith("show")]
     assert changes == ["requeue 41", *([f"update JobId=41 ExcNodeList={excluded}"] if excluded else [])]
     assert "exit code  76" in (tmp_path / "train_41_summary.txt").read_text()
+    assert not list((tmp_path / "fctune" / "restarts").iterdir())
     said = (tmp_path / "train_41.err").read_text()
     assert ("job continues on other nodes" if excluded else "has only") in said
 

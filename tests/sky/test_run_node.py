@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fctune.base.exit_codes import RESTARTED
 from fctune.training.env_overrides import resolve_launch
 from tests.conftest import ROOT
 from tests.ranks import find_port
@@ -235,20 +234,27 @@ def test_a_run_that_is_stopped_for_good_is_not_restarted(recorded_code: str, cod
     assert done.returncode == code, done.stdout + done.stderr
 
 
+ENDED = Path("restarts", "slurm-41.ended")
+
+
 def write_tune(script: Path, text: str) -> None:
     """Replace the copied script's `tune`, which fails after running ``text``."""
     (script.parents[1] / ".venv" / "bin" / "tune").write_text(f"#!/usr/bin/env bash\ncd $RUN\n{text}\nexit 1\n")
 
 
-@pytest.mark.parametrize("code", [*RESTARTED])
-def test_restarts_end_when_several_in_a_row_have_saved_no_new_checkpoint(code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind", "marker"), [(75, "checkpoint", "_SUCCESS"), (76, "elastic-checkpoint", "_ELASTIC_SUCCESS")]
+)
+def test_restarts_end_when_several_in_a_row_have_saved_no_new_checkpoint(
+    code: int, kind: str, marker: str, tmp_path: Path
+) -> None:
     script = copy_with_recorder(tmp_path)
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", LAUNCH_ID="sky/job 1", MAX_RESTARTS="1")
     run_dir = Path(environment["RUN"])
     run_dir.mkdir(parents=True)
     skip_preflight(script, environment)
     fails = f"printf '{{\"code\": {code}}}' > exit.json"
-    saves = "mkdir -p checkpoints/elastic-checkpoint-$STEP; touch checkpoints/elastic-checkpoint-$STEP/_SUCCESS"
+    saves = f"mkdir -p checkpoints/{kind}-$STEP; touch checkpoints/{kind}-$STEP/{marker}"
     codes = []
     for step in (0, 8, 8, 16, 0, 0):  # the checkpoint that each start saves, if any
         write_tune(script, f"{fails}\n[ $STEP = 0 ] || {{ {saves}; }}")
@@ -273,15 +279,43 @@ def test_restarts_end_when_several_in_a_row_have_saved_no_new_checkpoint(code: i
     ],
     ids=["with a faulty node", "replaced by its cause", "without a record"],
 )  # fmt: skip
-def test_the_head_names_the_faulty_node_to_the_batch_script(what: str, ended: str, tmp_path: Path) -> None:
+def test_the_faulty_node_is_named_to_the_batch_script(what: str, ended: str, tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", SLURM_JOB_ID="41")
     Path(environment["RUN"]).mkdir(parents=True)
     skip_preflight(script, environment)
     write_tune(script, what)
     done = run(script, environment)
-    assert (tmp_path / "network" / "ended").read_text() == f"{ended}\n", done.stdout + done.stderr
+    assert (tmp_path / "shared" / ENDED).read_text() == f"{ended}\n", done.stdout + done.stderr
     assert done.returncode == int(ended.split()[0])
+
+
+def test_other_nodes_count_and_report_in_place_of_a_head_that_is_killed(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", SLURM_JOB_ID="41", NUM_NODES="2", MASTER_ADDR="head")
+    ranks = [{"NODE_RANK": "0"}, {"NODE_RANK": "1"}]
+    Path(environment["RUN"]).mkdir(parents=True)
+    skip_preflight(script, environment)
+    write_tune(script, 'printf \'{"code": 76, "faulty_node": {"rank": 1}}\' > exit.json')
+    assert run(script, environment | ranks[1]).returncode == 76
+    assert (tmp_path / "shared" / ENDED).read_text() == "76 1\n"
+    assert (tmp_path / "shared" / ENDED.with_suffix("")).read_text() == "0 1\n"
+
+    write_tune(script, "printf '{\"code\": 74}' > exit.json")
+    assert run(script, environment | ranks[0]).returncode == 74
+    assert (tmp_path / "shared" / ENDED).read_text() == "74 \n", "the head knows best"
+    write_tune(script, "printf '{\"code\": 76}' > exit.json; touch here.$$; until [ -e here.x ]; do sleep 0.1; done")
+    nodes = [subprocess.Popen([str(script), *SOURCES], env=environment | rank) for rank in ranks]
+    deadline = time.monotonic() + 60
+    while len(list(Path(environment["RUN"]).glob("here.*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    Path(environment["RUN"], "here.x").touch()
+    assert [node.wait(60) for node in nodes] == [76, 76]
+    assert {path.name: path.read_text() for path in (tmp_path / "shared" / "restarts").iterdir()} == {
+        "slurm-41": "0 2\n",
+        "slurm-41.ended": "76 \n",
+    }
 
 
 def test_a_node_that_is_unfit_for_a_run_is_named_to_the_batch_script(tmp_path: Path) -> None:
@@ -294,7 +328,7 @@ def test_a_node_that_is_unfit_for_a_run_is_named_to_the_batch_script(tmp_path: P
     )
     assert run(script, environment).returncode == 76
     assert run(script, environment | {"PREFLIGHT_WAIT_S": "900", "SLURM_JOB_ID": ""}).returncode == 76
-    assert (tmp_path / "network" / "ended").read_text() == "76 1 3\n"
+    assert (tmp_path / "shared" / ENDED).read_text() == "76 1 3\n"
     assert (tmp_path / "shared" / "restarts" / "slurm-41").read_text() == "0 1\n"
 
 
