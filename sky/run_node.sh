@@ -10,8 +10,8 @@
 #
 # .env.example describes CONFIG and the other variables. fctune/base/exit_codes.py lists the exit codes and those after
 # which a launcher repeats this command: 75, stopped on request and saved, and 76, a GPU, a node or the network failed.
-# It does so without a limit of its own, so after MAX_RESTARTS (3) starts in a row that have saved no new checkpoint, this
-# script ends with 1 instead.
+# It does so without a limit of its own, so after MAX_RESTARTS (3) restarts in a row that have saved no new checkpoint,
+# this script ends with 1 instead.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 [ ! -x .venv/bin/tune ] || PATH=$PWD/.venv/bin:$PATH

@@ -1,7 +1,9 @@
 """Exit codes of a run, and which of them make a launcher start the run again: scripts and manifests follow this table.
 
 A restart resumes from the newest checkpoint. ``sky/run_node.sh`` ends with FAILED instead of a code that restarts once
-several starts in a row have saved no new checkpoint, so no launcher needs a limit of its own.
+several restarts in a row have saved no new checkpoint, so launchers need no limit for these codes. They limit only the
+restarts after other ends: a container that was killed, and on ``sky/slurm/finetune.yaml`` any code, since SkyPilot may
+see only that of a node that srun has killed.
 """
 
 from typing import NamedTuple
