@@ -29,7 +29,7 @@ elif [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${MASTER_ADDR:-}" ]; then
 else
   head=${MASTER_ADDR:-127.0.0.1}
 fi
-gpus=${SKYPILOT_NUM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l)}}
+gpus=${SKYPILOT_NUM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l)}}}
 [ -z "${FCTUNE_CPU_RANKS:-}" ] || gpus=0
 ranks=${FCTUNE_CPU_RANKS:-$gpus}
 [ "$ranks" -gt 0 ] || { echo "$0: no GPU on $(hostname); to run on CPUs, set FCTUNE_CPU_RANKS=N" >&2; exit 1; }
@@ -166,6 +166,12 @@ fi
 ln -s "$PWD/recipes" "$imports/recipes"
 export PYTHONPATH=$imports${PYTHONPATH:+:$PYTHONPATH}
 
+# Processes of this container, or of this node's part of a Slurm job, that the kernel has killed for lack of memory.
+count_memory_kills() {
+  awk '$1 == "oom_kill" { print $2 }' "/sys/fs/cgroup$(sed -n 's/^0:://p' /proc/self/cgroup)/memory.events" 2> /dev/null
+}
+memory_kills=$(count_memory_kills)
+
 requests=0
 trap 'requests=$((requests + 1))' USR1 TERM INT
 (
@@ -193,6 +199,22 @@ done
 wait "$torchrun" 2>/dev/null; last=$?  # torchrun may have ended during a trap; 127: already waited for
 [ "$last" = 127 ] || ended=$last
 
+# Ranks that were all killed left no record, and those of other nodes only the record of what followed.
+has_memory=1
+if [ "$ended" != 0 ] && [ "$(count_memory_kills)" != "$memory_kills" ] && [ "$output_dir/.lock" -nt "$started" ]; then
+  has_memory=''
+  echo "$0: node $node is out of memory: the kernel has killed processes (dmesg)" >&2
+  timeout 10 python -c '
+import sys
+from fctune.runs.directory import RunDirectory
+directory = RunDirectory(sys.argv[1])
+directory.has_begun = True
+known = directory.read_exit() or {}
+reason = f"node {sys.argv[2]} is out of memory: the kernel has killed processes"
+directory.finish(1, reason, known.get("step", 0), known.get("checkpoint"), is_crash=True, is_out_of_memory=True)
+' "$output_dir" "$node"
+fi
+
 # torchrun replaces every worker's exit code with 1. A rank writes the real one to exit.json, which may appear late on
 # other nodes, and replaces another rank's record of what followed from it. A launch that has left the run before as it
 # was writes not_started.json instead.
@@ -211,7 +233,7 @@ done
 # All ranks ended without a word after they had locked the run, so they were killed by a driver, NCCL or the kernel: an
 # error in Python would have left a record.
 if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$output_dir/.lock" -nt "$started" ]; then
-  code=76
+  code=${has_memory:+76}
   [ "$nodes" -gt 1 ] || faulty_nodes=0
 fi
 [ "${code:-0}" != 0 ] || code=1

@@ -290,6 +290,30 @@ def test_the_faulty_node_is_named_to_the_batch_script(what: str, ended: str, tmp
     assert done.returncode == int(ended.split()[0])
 
 
+def test_ranks_that_the_kernel_killed_for_lack_of_memory_are_not_restarted(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EVENTS=str(tmp_path / "memory.events"))
+    Path(environment["RUN"]).mkdir(parents=True)
+    skip_preflight(script, environment)
+    awk = script.parents[1] / ".venv" / "bin" / "awk"  # reads a file of the test in place of the container's
+    awk.write_text('#!/usr/bin/env bash\n[[ "$2" == /sys/fs/cgroup*/memory.events ]] && exec /usr/bin/awk "$1" "$EVENTS"\n')
+    awk.chmod(0o755)
+    Path(environment["EVENTS"]).write_text("oom 3\noom_kill 3\noom_group_kill 0\n")
+    write_tune(script, "touch .lock")
+    assert run(script, environment).returncode == 76, "kills of an earlier start"
+    write_tune(script, 'touch .lock; sed -i "s/oom_kill 3/oom_kill 11/" "$EVENTS"')
+    killed = run(script, environment)
+    assert killed.returncode == 1
+    assert "out of memory" in killed.stdout
+    # The ranks of another node have seen that these are gone.
+    consequence = '{"code": 76, "reason": "another rank", "step": 7, "checkpoint": "c", "is_consequence": true}'
+    write_tune(script, f"touch .lock; echo '{consequence}' > exit.json; echo oom_kill 12 > $EVENTS")
+    assert run(script, environment).returncode == 1
+    ended = json.loads((Path(environment["RUN"]) / "exit.json").read_text())
+    assert (ended["code"], ended["step"], ended["checkpoint"], ended["is_out_of_memory"]) == (1, 7, "c", True)
+    assert "is_consequence" not in ended
+
+
 def test_other_nodes_count_and_report_in_place_of_a_head_that_is_killed(tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", SLURM_JOB_ID="41", NUM_NODES="2", MASTER_ADDR="head")

@@ -81,16 +81,16 @@ def test_a_pod_has_time_to_save_and_what_a_node_needs(spec: dict[str, Any]) -> N
     assert pod["terminationGracePeriodSeconds"] >= hook["timeout"]
     resources = container["resources"]
     assert resources["limits"] == resources["requests"], "a guaranteed pod is evicted last"
-    assert resources["limits"]["nvidia.com/gpu"] == "8"
     assert [name for name in resources["limits"] if name.startswith("rdma/")]
     assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     variables = {one["name"]: one.get("value") for one in container["env"]}
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {variables["FCTUNE_SHARED"], variables["FCTUNE_NETWORK"], "/dev/shm"} <= mounts
     (launch_id,) = [one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"] if one["name"] == "LAUNCH_ID"]
+    assert variables["GPUS_PER_NODE"] == resources["limits"]["nvidia.com/gpu"] == "8", "known if the driver is dead"
     assert int(variables["PREFLIGHT_WAIT_S"] or 0) >= 600, "one pod may pull the image minutes after the other"
     assert launch_id == "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"
-    assert {"LAUNCH_ID", "MASTER_ADDR", "NODE_RANK", "NUM_NODES", "PREFLIGHT_WAIT_S"} <= set(
+    assert {"LAUNCH_ID", "MASTER_ADDR", "NODE_RANK", "NUM_NODES", "PREFLIGHT_WAIT_S", "GPUS_PER_NODE"} <= set(
         re.findall(r"\$\{(\w+):", (SKY / "run_node.sh").read_text())
     )
 
