@@ -15,9 +15,11 @@ ips=${SKYPILOT_NODE_IPS:-127.0.0.1}
 : "${MODEL:?$0: MODEL is empty; name the base that is trained and served}"
 : "${CASES:?$0: CASES is empty; name what is asked, as grpo.cases}"
 port=${SERVER_PORT:-8000}
-# Written by the first node at the end, so that the server's node can end as well, and by the server's node if its server
-# has ended. Those of an earlier start are older than the mark that each node leaves at its own start.
+# Written by the first node when it starts to train, and with its exit code at the end, so that the server's node can end
+# as well; and by the server's node if its server has ended. Those of an earlier start are older than the mark that each
+# node leaves at its own start.
 done_file=${FCTUNE_SHARED:-/mnt/shared}/grpo/${SKYPILOT_TASK_ID:-local}.done
+started_file=${done_file%.done}.started
 lost_file=${done_file%.done}.lost
 
 if [ "$nodes" -gt 1 ]; then
@@ -58,16 +60,26 @@ is_server_lost() {
 if [ "$trains" = 0 ]; then
   sky/preempt.sh --on-signal sky.skylet.skylet > /dev/null 2>&1 &
   stand_in=$!
-  trap 'touch "$lost_file"; exit 1' TERM # the training saves and ends
+  is_stopped='' lost_s=''
+  trap 'is_stopped=1' TERM
   while [ ! "$done_file" -nt "$done_file.$node" ]; do
-    if is_server_lost; then
-      touch "$lost_file"
-      echo "$0: the server has ended; its output is above" >&2
-      exit 1
+    if [ -z "$lost_s" ] && { [ -n "$is_stopped" ] || is_server_lost; }; then
+      lost_s=0
+      touch "$lost_file" # the training saves and ends
+      [ -n "$is_stopped" ] || echo "$0: the server has ended; its output is above" >&2
+      [ "$started_file" -nt "$done_file.$node" ] || exit 1
+    fi
+    # SkyPilot stops all nodes when one has failed, so this one waits until the others have saved, but not for lost ones.
+    if [ -n "$lost_s" ]; then
+      [ "$lost_s" -lt 600 ] || exit 76
+      lost_s=$((lost_s + 5))
     fi
     sleep 5 > /dev/null 2>&1 & wait "$!"
   done
-  exit 0
+  [ -n "$lost_s" ] || exit 0
+  # With a code of its own, this node would restart a training that has failed for good.
+  read -r code < "$done_file"
+  exit "${code:-76}"
 fi
 
 # The server loads its model while the preflight and the imports run; training is not started before it answers.
@@ -81,6 +93,7 @@ for ((waited = 0; ; waited += 5)); do
   sleep 5
 done
 
+[ "$node" != 0 ] || touch "$started_file"
 visible=$(seq -s, 0 $((gpus - 1)))
 [ "$nodes" -gt 1 ] || export CUDA_VISIBLE_DEVICES=$visible
 training_ips=$(head -n "$training_nodes" <<< "$ips")
@@ -101,7 +114,7 @@ trap 'kill -TERM "$watcher" 2> /dev/null; kill -TERM "$training" 2> /dev/null' T
 wait "$training"; code=$?
 while kill -0 "$training" 2> /dev/null; do wait "$training"; code=$?; done
 kill -TERM "$watcher" 2> /dev/null
-# The training has saved because it lost its server: another start may keep it. On its own node, the server ends with 1.
+# The training has saved because it lost its server: another start may keep it.
 wait "$watcher" 2> /dev/null && [ "$code" = 75 ] && code=76
-[ "$node" != 0 ] || touch "$done_file"
+[ "$node" != 0 ] || { echo "$code" > "$done_file.part" && mv "$done_file.part" "$done_file"; }
 exit "$code"

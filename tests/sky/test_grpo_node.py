@@ -26,7 +26,9 @@ TRAINING = """#!/usr/bin/env bash
 echo "gpus=${CUDA_VISIBLE_DEVICES:-all} ranks=$SKYPILOT_NUM_GPUS_PER_NODE nodes=$SKYPILOT_NUM_NODES" \\
   "node=$SKYPILOT_NODE_RANK ips=$(echo $SKYPILOT_NODE_IPS) $*" >> "$TEST_DIR/trained"
 [ -z "${TRAINING_RUNS:-}" ] || {
-  trap 'echo saving >> "$TEST_DIR/trained"; sleep 0.5; exit 75' TERM
+  trap 'echo saving >> "$TEST_DIR/trained"; touch "$TEST_DIR/saving"
+    until [ -z "${TRAINING_SAVES:-}" ] || [ -e "$TEST_DIR/saved" ]; do sleep 0.1; done
+    sleep 0.5; exit "${STOPPED_CODE:-75}"' TERM
   touch "$TEST_DIR/training"
   while :; do sleep 0.1; done
 }
@@ -113,7 +115,30 @@ def test_the_nodes_that_train_end_with_the_server_of_another(tree: Path) -> None
     server, trainer = start(tree, 2, 1, SERVER_DIES=1), start(tree, 2, 0, TRAINING_RUNS=1)
     assert "the training saves and ends" in trainer.communicate(timeout=30)[1]
     assert "the server has ended; its output is above" in server.communicate(timeout=30)[1]
-    assert (trainer.returncode, server.returncode) == (76, 1)
+    assert (trainer.returncode, server.returncode) == (76, 76), "SkyPilot restarts the run if any code says so"
+
+
+@pytest.mark.parametrize(("training", "code"), [(1, 1), (74, 74), (75, 76)])
+def test_a_node_that_loses_its_server_waits_for_the_training_and_repeats_its_end(
+    training: int, code: int, tree: Path
+) -> None:
+    """SkyPilot ends all nodes when the first one fails, and restarts the run after 76 of any node."""
+    server = start(tree, 2, 1, SERVER_DIES=1)
+    trainer = start(tree, 2, 0, TRAINING_RUNS=1, TRAINING_SAVES=1, STOPPED_CODE=training)
+    while not (tree / "saving").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    assert server.poll() is None, "the training has not saved yet"
+    (tree / "saved").touch()
+    assert (trainer.wait(30), server.wait(30)) == (code, code)
+
+
+def test_a_node_whose_server_is_preempted_waits_for_the_training(tree: Path) -> None:
+    server, trainer = start(tree, 2, 1), start(tree, 2, 0, TRAINING_RUNS=1)
+    while not (tree / "training").exists():
+        time.sleep(0.05)
+    server.send_signal(signal.SIGTERM)
+    assert (trainer.wait(30), server.wait(30)) == (76, 76)
 
 
 @pytest.mark.parametrize("reaches_all", [False, True], ids=["script", "all"])
