@@ -48,7 +48,8 @@ last_step=0 fruitless=0
 # The preflight writes the launch here once all nodes are fit: config, recipe, output_dir, log, arguments.
 launch=$(mktemp)
 imports=$(mktemp -d)
-trap 'rm -rf "$launch" "$imports"' EXIT
+export FCTUNE_RANKS_MET=$launch.met # created by the ranks of this node
+trap 'rm -rf "$launch" "$launch.met" "$imports"' EXIT
 recipe='' output_dir='' log='' arguments=() faulty_nodes=''
 
 # Exit with a code, which the head, or the first node that gets here, leaves for sky/slurm/batch.sh with the ranks of the
@@ -235,6 +236,10 @@ done
 if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$output_dir/.lock" -nt "$started" ]; then
   code=${has_memory:+76}
   [ "$nodes" -gt 1 ] || faulty_nodes=0
+fi
+# A node was lost after the preflight, and before there was a run to record it in.
+if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$nodes" -gt 1 ] && [ ! -e "$launch.met" ]; then
+  code=${has_memory:+76}
 fi
 [ "${code:-0}" != 0 ] || code=1
 finish_mirror

@@ -214,8 +214,16 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
     try:
         world = distributed.init_distributed()
     except ConfigError as error:
+        _mark_ranks_met()
         print(f"\n{error}\n", file=sys.stderr, flush=True)
-        return 2
+        return INVALID
+    except Exception as error:
+        traceback.print_exc()
+        get_error_handler().record_exception(error)
+        if not isinstance(error, RuntimeError):  # as which torch raises all errors of connections
+            _mark_ranks_met()
+        return NODE_FAULT if is_node_fault(error) else FAILED
+    _mark_ranks_met()
     if world.device.type == "cpu":
         reuse_freed_memory()
     _start_logging(world)
@@ -264,6 +272,12 @@ def run_recipe(make: Callable[[RunConfig, World, Run], Recipe], argv: Sequence[s
             run.directory.unlock()
     distributed.shutdown_distributed()
     return code
+
+
+def _mark_ranks_met() -> None:
+    """Tell ``sky/run_node.sh`` that a failure without a record is not one of the ranks to reach each other."""
+    if file := os.environ.get("FCTUNE_RANKS_MET"):
+        Path(file).touch()
 
 
 def open_run(config: RunConfig, world: World) -> Run:

@@ -290,13 +290,35 @@ def test_the_faulty_node_is_named_to_the_batch_script(what: str, ended: str, tmp
     assert done.returncode == int(ended.split()[0])
 
 
+@pytest.mark.parametrize(
+    ("nodes", "does", "code"),
+    [
+        ("2", "", 76),  # torchrun has not reached the other nodes, or its ranks not each other
+        ("2", "touch $FCTUNE_RANKS_MET", 1),
+        ("1", "", 1),  # nobody to be lost
+    ],
+)
+def test_a_node_that_is_lost_before_the_ranks_have_met_restarts_the_run(
+    nodes: str, does: str, code: int, tmp_path: Path
+) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", NUM_NODES=nodes, MASTER_ADDR="head")
+    skip_preflight(script, environment)
+    Path(environment["RUN"]).mkdir(parents=True)
+    write_tune(script, does)
+    done = run(script, environment)
+    assert done.returncode == code, done.stdout + done.stderr
+
+
 def test_ranks_that_the_kernel_killed_for_lack_of_memory_are_not_restarted(tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EVENTS=str(tmp_path / "memory.events"))
     Path(environment["RUN"]).mkdir(parents=True)
     skip_preflight(script, environment)
     awk = script.parents[1] / ".venv" / "bin" / "awk"  # reads a file of the test in place of the container's
-    awk.write_text('#!/usr/bin/env bash\n[[ "$2" == /sys/fs/cgroup*/memory.events ]] && exec /usr/bin/awk "$1" "$EVENTS"\n')
+    awk.write_text(
+        '#!/usr/bin/env bash\n[[ "$2" == /sys/fs/cgroup*/memory.events ]] && exec /usr/bin/awk "$1" "$EVENTS"\n'
+    )
     awk.chmod(0o755)
     Path(environment["EVENTS"]).write_text("oom 3\noom_kill 3\noom_group_kill 0\n")
     write_tune(script, "touch .lock")

@@ -12,14 +12,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed import DistBackendError
+from torch.distributed import DistBackendError, DistNetworkError
 
+from fctune.base import distributed
 from fctune.base.distributed import World
-from fctune.base.exit_codes import EXIT_CODES, FAILED, NODE_FAULT, RESTARTED, STOPPED
+from fctune.base.errors import ConfigError
+from fctune.base.exit_codes import EXIT_CODES, FAILED, INVALID, NODE_FAULT, RESTARTED, STOPPED
 from fctune.checkpoint.store import CheckpointStore
 from fctune.config.schema import RunConfig
 from fctune.runs.directory import RunDirectory
-from fctune.training.entry import Run, _record_crash
+from fctune.training.entry import Run, _record_crash, run_recipe
 from fctune.training.peers import RankProcess, describe_process
 from tests.conftest import ROOT
 
@@ -140,6 +142,32 @@ def test_the_launchers_signal_after_an_error_in_the_setup_does_not_hide_it(earli
     _record_crash(other, other.world, KeyError("labels"))
     head._record_stop("SIGTERM before the first step; nothing to save")  # torchrun stops the other ranks
     assert json.loads(ended.read_text())["code"] == FAILED
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "has_met"),
+    [
+        (None, INVALID, True),  # by its empty command line
+        (ConfigError("srun started two tasks"), INVALID, True),
+        (DistNetworkError("no route to host"), NODE_FAULT, False),
+        (KeyError("RANK"), FAILED, True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_ranks_leave_a_mark_for_the_node_script_once_they_have_met(
+    error: Exception | None, code: int, has_met: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def meet() -> World:
+        if error is not None:
+            raise error
+        return World(0, 1, 0, torch.device("cpu"))
+
+    monkeypatch.setattr(distributed, "init_distributed", meet)
+    monkeypatch.setattr(distributed, "run_on_all_ranks", lambda action: action())
+    monkeypatch.setenv("FCTUNE_RANKS_MET", str(tmp_path / "met"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert run_recipe(cast(Any, None), []) == code
+    assert (tmp_path / "met").exists() == has_met
 
 
 def test_the_docs_list_every_exit_code_and_what_restarts() -> None:
