@@ -15,9 +15,9 @@ ips=${SKYPILOT_NODE_IPS:-127.0.0.1}
 : "${MODEL:?$0: MODEL is empty; name the base that is trained and served}"
 : "${CASES:?$0: CASES is empty; name what is asked, as grpo.cases}"
 port=${SERVER_PORT:-8000}
-# Written by the first node when it starts to train, and with its exit code at the end, so that the server's node can end
-# as well; and by the server's node if its server has ended. Those of an earlier start are older than the mark that each
-# node leaves at its own start.
+# Written by the first node when it starts to train, and with its exit code at the end, so that the server's node can
+# end as well; and by the server's node if its server has ended. Those of an earlier start are older than the mark that
+# each node leaves at its own start.
 done_file=${FCTUNE_SHARED:-/mnt/shared}/grpo/${SKYPILOT_TASK_ID:-local}.done
 started_file=${done_file%.done}.started
 lost_file=${done_file%.done}.lost
@@ -69,7 +69,7 @@ if [ "$trains" = 0 ]; then
       [ -n "$is_stopped" ] || echo "$0: the server has ended; its output is above" >&2
       [ "$started_file" -nt "$done_file.$node" ] || exit 1
     fi
-    # SkyPilot stops all nodes when one has failed, so this one waits until the others have saved, but not for lost ones.
+    # SkyPilot stops all nodes when one has failed, so this one waits until the others have saved, but not forever.
     if [ -n "$lost_s" ]; then
       [ "$lost_s" -lt 600 ] || exit 76
       lost_s=$((lost_s + 5))

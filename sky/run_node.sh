@@ -37,9 +37,9 @@ ranks=${FCTUNE_CPU_RANKS:-$gpus}
 export FCTUNE_SHARED=${FCTUNE_SHARED:-/mnt/shared} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/mnt/network}
 export HF_HOME=${HF_HOME:-$FCTUNE_SHARED/huggingface} FCTUNE_CACHE=${FCTUNE_CACHE:-$FCTUNE_SHARED/cache}
 
-# Newest checkpoint's step when this launch's last start ended, and how many in a row have not moved it. All nodes read it
-# before they meet in the preflight, so they end with the same code and write the same at the end: any of them may be killed
-# before, since launchers end the others when the first one has ended.
+# Newest checkpoint's step when this launch's last start ended, and how many in a row have not moved it. All nodes read
+# it before they meet in the preflight, so they end with the same code and write the same at the end: any of them may be
+# killed before, since launchers end the others when the first one has ended.
 launch_id=${LAUNCH_ID:-${SKYPILOT_TASK_ID:-${SLURM_JOB_ID:+slurm-$SLURM_JOB_ID}}}
 progress=${launch_id:+$FCTUNE_SHARED/restarts/${launch_id//[^[:alnum:]_.-]/-}}
 last_step=0 fruitless=0
@@ -52,8 +52,8 @@ export FCTUNE_RANKS_MET=$launch.met # created by the ranks of this node
 trap 'rm -rf "$launch" "$launch.met" "$imports"' EXIT
 recipe='' output_dir='' log='' arguments=() faulty_nodes=''
 
-# Exit with a code, which the head, or the first node that gets here, leaves for sky/slurm/batch.sh with the ranks of the
-# nodes to blame.
+# Exit with a code, which the head, or the first node that gets here, leaves for sky/slurm/batch.sh with the ranks of
+# the nodes to blame.
 leave() {
   local code=$1 step=$last_step found ended
   if [ -n "$progress" ] && { [ "$code" = 75 ] || [ "$code" = 76 ]; }; then
@@ -78,7 +78,8 @@ leave() {
 }
 
 TORCH_CPP_LOG_LEVEL=FATAL python -m fctune.cli preflight --config "$config" --gpus "$gpus" \
-  --wait "${PREFLIGHT_WAIT_S:-60}" --nodes "$nodes" --node-rank "$node" --address "$head" --port "$port" --launch "$launch" "$@"
+  --wait "${PREFLIGHT_WAIT_S:-60}" --nodes "$nodes" --node-rank "$node" --address "$head" --port "$port" \
+  --launch "$launch" "$@"
 code=$?
 # shellcheck source=/dev/null
 . "$launch"

@@ -76,8 +76,8 @@ run_and_report() {
   wait "$!" 2> /dev/null # srun may have ended during a trap; 127: already waited for
   last=$?
   [ "$last" = 127 ] || code=$last
-  # srun returns the highest exit code of all nodes, and that of a kill if it has ended one that does not answer, such as a
-  # head that waits for a lost node. sky/run_node.sh leaves the run's own.
+  # srun returns the highest exit code of all nodes, and that of a kill if it has ended one that does not answer, such
+  # as a head that waits for a lost node. sky/run_node.sh leaves the run's own.
   [ ! -s "$ended" ] || read -r runs_code faulty_nodes < "$ended"
   rm -f "$ended"
   [ "${runs_code:-0}" = 0 ] || code=$runs_code
