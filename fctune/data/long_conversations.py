@@ -30,8 +30,14 @@ def cut_conversation(conversation: Conversation, encoder: ConversationEncoder, s
     """Encode the longest beginning that fits ``seq_len`` tokens and ends with an assistant turn; None without one."""
     messages = conversation.messages
     ends = [i + 1 for i, message in enumerate(messages) if message.role == "assistant"]
-    for end in reversed(ends[:-1]):
-        shorter = encoder.encode(replace(conversation, messages=messages[:end]))
+
+    def encode(end: int) -> list[Encoded]:
+        return encoder.encode(replace(conversation, messages=messages[:end]))
+
+    ends = ends[:-1]
+    # The one found may be longer than a later one if the template leaves out the reasoning of earlier turns.
+    for end in reversed(ends[: _count_fitting(ends, lambda end: measure(encode(end)) <= seq_len)]):
+        shorter = encode(end)
         if measure(shorter) <= seq_len:
             return shorter
     return None

@@ -27,6 +27,8 @@ from fctune.models.document_attention import attend_per_document, pad_to_tile
 AttentionKernel = Literal["varlen", "flex", "per_document"]
 MakeBounds = Callable[[Sequence[Sequence[int]]], "DocumentBounds"]
 
+_FLEX_BLOCK = 128  # tokens of a block of flex attention's masks: torch's default
+
 # Largest head of flash attention.
 _MAX_FLASH_HEAD = 256
 
@@ -297,18 +299,50 @@ def _flex() -> Callable[..., Tensor]:
 
 
 def _block_mask(ends: Tensor, shape: tuple[int, int], window: int | None = None) -> Any:
-    """Return the flex attention mask for conversations that end at ``ends``, and a sliding window."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Return the flex attention mask for conversations that end at ``ends``, and a sliding window.
+
+    Whether a block of keys is seen by a block of queries follows from the tokens at their corners, because
+    conversations are contiguous. torch's ``create_block_mask`` evaluates every pair of tokens: for one row of 65,536,
+    differences of positions alone take 34 GB.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     num_rows, length = shape
     positions = torch.arange(num_rows * length, device=ends.device, dtype=ends.dtype)
     document = torch.searchsorted(ends, positions, right=True).view(shape)
+    first = torch.arange(0, length, _FLEX_BLOCK, device=ends.device)
+    last = (first + _FLEX_BLOCK - 1).clamp(max=length - 1)
+    first_document, last_document = document[:, first], document[:, last]
+    # Of an earlier block, the last key is the nearest to the first query, and the first one the farthest from the last.
+    is_earlier = first[:, None] > last[None, :]
+    is_near = is_earlier if window is None else is_earlier & (first[:, None] - last[None, :] < window)
+    is_all_near = is_earlier if window is None else is_earlier & (last[:, None] - first[None, :] < window)
+    is_whole = (last - first + 1 == _FLEX_BLOCK)[:, None]  # what is beyond the row is not seen
+    full = is_all_near & is_whole & (first_document[:, None, :] == last_document[:, :, None])
+    seen = is_near & (last_document[:, None, :] == first_document[:, :, None])
+    seen |= torch.eye(len(first), dtype=torch.bool, device=ends.device)  # a token sees itself
 
     def may_see(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (query >= key) & (document[b, query] == document[b, key])
         return seen if window is None else seen & (query - key < window)
 
-    return create_block_mask(may_see, num_rows, None, length, length, device=ends.device)
+    return BlockMask.from_kv_blocks(
+        *_order_blocks(seen & ~full), *_order_blocks(full), _FLEX_BLOCK, may_see, (length, length)
+    )
+
+
+def _order_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys each block of queries has, and which, the chosen ones first.
+
+    Args:
+        chosen: Bool ``[b, blocks, blocks]``.
+
+    Returns:
+        int32 ``[b, 1, blocks]`` and ``[b, 1, blocks, blocks]``.
+    """
+    chosen = chosen[:, None].to(torch.int8)
+    order = torch.argsort(chosen, dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
 
 
 def attention_operators() -> set[Any]:

@@ -99,7 +99,8 @@ def list_contexts(config: RunConfig, model: CausalLM, hardware: Hardware) -> lis
     """Return the numbers of ranks of a node that can share a row in a run that leaves it open, ascending."""
     if config.preference is not None or config.grpo is not None:  # they compare whole answers
         return [1]
-    return [n for n in range(1, hardware.ranks_per_node + 1) if can_share_rows(model, n, hardware.world_size)]
+    local, world_size = hardware.ranks_per_node, hardware.world_size
+    return [n for n in range(1, local + 1) if local % n == 0 and can_share_rows(model, n, world_size)]
 
 
 def _choose_for_context(

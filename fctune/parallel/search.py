@@ -101,7 +101,8 @@ class LayoutSearch:
     def flops(self, setting: Setting) -> Flops:
         """Return the FLOPs per token of a setting."""
         shares = setting.fraction, self.supervised_share, self.pairs_per_token
-        return count_flops(self.memory, *shares, setting.max_logits, setting.micro_batch_size)
+        size = setting.micro_batch_size / setting.context
+        return count_flops(self.memory, *shares, setting.max_logits, size)
 
     def time(self, setting: Setting) -> StepTime:
         """Return the step time of a setting."""
@@ -118,13 +119,14 @@ class LayoutSearch:
 
     def kernel_times(self, setting: Setting) -> KernelTimes:
         """Return the time of each kind of kernel in a setting."""
-        tokens = setting.micro_batch_size * self.slots_per_pack
+        tokens = setting.micro_batch_size * self.slots_per_pack / setting.context
         return estimate_kernel_times(self.memory, self.gpu, setting.fraction, self.flops(setting), tokens)
 
-    def variants(self, nodes: int) -> list[Variant]:
+    def variants(self, nodes: int, context: int | None = None) -> list[Variant]:
         """Return every layout with every checkpointed fraction, each at the largest micro-batch that fits.
 
-        Unless configured, ranks share rows only if no layout fits without, and then as few as one of them needs.
+        Unless it is given or configured how many ranks share a row, they do so only if no layout fits without, and then
+        as few as one of them needs.
         """
         local = self.gpus_per_node
         world_size = nodes * local
@@ -138,11 +140,11 @@ class LayoutSearch:
             if replicas is not None and world_size % replicas == 0 and 1 < replicas < world_size and replicas != nodes:
                 layouts.append(("hsdp", replicas, world_size // replicas))
         hardware = Hardware("cuda", world_size, local, self.gpu.memory_bytes)
-        contexts, configured = list_contexts(self.config, self.model, hardware), self.config.parallel.context
+        chosen = context or self.config.parallel.context
         whole: list[Variant] = []
-        for context in contexts if configured is None else [configured]:
+        for ranks in list_contexts(self.config, self.model, hardware) if chosen is None else [chosen]:
             settings = [
-                Setting(mode, replicate, shard, fraction, self.config.micro_batch_size, context=context)
+                Setting(mode, replicate, shard, fraction, self.config.micro_batch_size, context=ranks)
                 for mode, replicate, shard in layouts
                 for fraction in _FRACTIONS
             ]
@@ -151,6 +153,12 @@ class LayoutSearch:
                 return variants
             whole = whole or variants
         return whole
+
+    def find_larger_context(self, setting: Setting) -> int | None:
+        """Return the next number of ranks that could share a row of this setting; None if there is none."""
+        hardware = Hardware("cuda", setting.world_size, self.gpus_per_node, self.gpu.memory_bytes)
+        larger = (n for n in list_contexts(self.config, self.model, hardware) if n > setting.context)
+        return next(larger, None)
 
     def largest_micro_batch(self, setting: Setting) -> int:
         """Return the most packs per micro-batch that fit with a safety margin; 0 if none does."""

@@ -153,7 +153,7 @@ def count_flops(
     supervised_share: float,
     pairs_per_token: float,
     max_logits: int | None = None,
-    micro_batch_size: int | None = None,
+    micro_batch_size: float | None = None,
 ) -> Flops:
     """Count the FLOPs per token: 2N forward, 2N for input gradients, 2N for gradients of trained weights.
 
@@ -170,7 +170,7 @@ def count_flops(
         supervised_share: Share of the positions that are supervised.
         pairs_per_token: Average number of tokens that a token attends to.
         max_logits: Logits computed in one chunk; None takes the default.
-        micro_batch_size: Packs per micro-batch; None takes the config's.
+        micro_batch_size: Packs per micro-batch, or the share of a pack; None takes the config's.
     """
     a, config = memory.architecture, memory.config
     adapter = config.adapter
@@ -422,7 +422,10 @@ def estimate_step_time(
     last = 2 * summed * (replicas - 1) / replicas / outer
     last += scattered * each if memory.keeps_unsharded_gradients else 0.0
     steady = gathered * each + (0.0 if memory.keeps_unsharded_gradients else scattered * each)
-    exchanged = count_exchange(memory, setting, tokens) / _bus_bytes_per_s(gpu, setting.context, ranks_per_node)
+    # Beyond a node, all of its ranks exchange at once.
+    span = setting.context if ranks_per_node % setting.context == 0 else setting.world_size
+    link = _bus_bytes_per_s(gpu, span, ranks_per_node, num_rings=ranks_per_node)
+    exchanged = count_exchange(memory, setting, tokens) / link
     sent = steady + last + exchanged
     host = offloaded_bytes(memory, setting, tokens, micro_batches) / (HOST_GB_S * 1e9)
     hidden = _OVERLAP * (compute + traffic)

@@ -99,7 +99,11 @@ def _format_plan(search: LayoutSearch, config: RunConfig) -> str:
     ]
     if total <= device_bytes:
         lines.append("According to the plan the run fits; check what else uses memory on this device.")
-    variants = search.variants(search.world_size // search.gpus_per_node)
+    nodes = search.world_size // search.gpus_per_node
+    variants = search.variants(nodes)
+    # The run may need more than planned, so more ranks to a row are an option even if the plan fits.
+    if (context := search.find_larger_context(setting)) is not None:
+        variants += search.variants(nodes, context)
     fitting = sorted((v for v in variants if v.fits), key=lambda v: v.tokens_per_s_per_gpu, reverse=True)
     remedies = [text for variant in fitting if (text := _format_variant(variant, setting, peak, config))]
     lines += [f"Settings that fit, fastest first: {'; or '.join(remedies[:_NUM_REMEDIES])}."] if remedies else []

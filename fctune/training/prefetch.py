@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -95,7 +96,10 @@ class Prefetcher:
         group: ContextGroup = WHOLE_ROWS,
     ):
         self._loader, self._world, self._make_bounds, self._group = loader, world, make_bounds, group
-        self._micro_batch_size, self._num_steps = micro_batch_size, num_steps
+        self._num_steps = num_steps
+        # No more than a share of a step has, which batches of one shape would fill up with rows of padding.
+        share = math.ceil(loader.global_batch_size / group.find_share(world)[1])
+        self._micro_batch_size = min(micro_batch_size, share)
         # Pinned memory belongs to the thread's current device, and a new thread starts with device 0 on every rank.
         initializer: dict[str, Any] = {}
         if world.device.type == "cuda":
@@ -196,7 +200,7 @@ def _pad_row_ends(batch: Batch, multiple: int) -> Batch:
     length = batch.tokens.shape[1]
     more = -length % multiple
     positions = torch.arange(length).expand_as(batch.tokens) if batch.positions is None else batch.positions
-    lengths = batch.lengths or ((length,),) * len(batch.tokens)
+    lengths = batch.lengths or tuple((real, length - real) for real in batch.row_lengths)
     return replace(
         batch,
         tokens=pad(batch.tokens, (0, more)),

@@ -132,3 +132,29 @@ def test_all_weights_train_in_every_precision(precision: str, run: Callable[...,
     plain = run(adapter=None, precision="fp32", optimizer=optimizer)
     changed = run(adapter=None, precision=precision, optimizer=optimizer, compile=True)
     assert changed["losses"] == pytest.approx(plain["losses"], rel=0.02)
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_rows_that_gpus_share_train_as_whole_rows(
+    is_compiled: bool, num_ranks: int, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    if num_ranks % 2:
+        pytest.skip("needs an even number of GPUs")
+    path = make_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    losses = []
+    for context in (1, 4 if num_ranks % 4 == 0 else 2):
+        config = make_config(
+            path,
+            tmp_path,
+            data={"packed": True},
+            global_batch_size=4,
+            max_steps=4,
+            epochs=9,
+            validation={"every": 0},
+            precision="bf16",
+            compile=is_compiled,
+            parallel={"mode": "fsdp", "context": context},
+        )
+        prepared = prepare(config.data, path, tmp_path / "prepared")
+        losses.append(run_ranks(run_steps, num_ranks, config, prepared.path)[0]["losses"])
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -321,3 +322,37 @@ def test_every_gpu_kernel_equals_a_dense_mask(
     torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
     for mine, their in zip(gradients(ours, inputs), gradients(theirs, exact), strict=True):
         torch.testing.assert_close(mine.double(), their, rtol=2 * tolerance, atol=2 * tolerance)
+
+
+def list_blocks(counts: Tensor, indices: Tensor) -> list[list[int]]:
+    """Return the chosen blocks of each row of a block mask."""
+    rows = zip(counts.flatten().tolist(), indices.flatten(0, -2).tolist(), strict=True)
+    return [sorted(row[:count]) for count, row in rows]
+
+
+def test_block_masks_have_the_blocks_that_every_pair_of_tokens_gives() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    draw = random.Random(0)
+    for _ in range(60):
+        length, window = draw.choice([64, 128, 200, 384, 640, 1000]), draw.choice([None, 1, 4, 100, 128, 129, 257, 500])
+        rows = []
+        for _ in range(draw.choice([1, 2, 3])):
+            row = [draw.choice([0, 1, 5, 127, 128, 129, 256, 300]) for _ in range(9)]
+            ends = [min(end, length) for end in itertools.accumulate(row)]
+            rows.append([*(b - a for a, b in itertools.pairwise([0, *ends])), length - ends[-1]])
+        bounds = make_bounds(rows, "flex", [window]).to(torch.device("cpu"))
+        document = torch.searchsorted(bounds.ends, torch.arange(len(rows) * length), right=True).view(-1, length)
+
+        def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor, d: Tensor = document, w: int | None = window) -> Tensor:
+            seen = (q >= k) & (d[b, q] == d[b, k])
+            return seen if w is None else seen & (q - k < w)
+
+        expected = create_block_mask(sees, len(rows), None, length, length, device="cpu")
+        found = bounds.block_masks[window]
+        assert found.shape == expected.shape
+        for kind in ("kv", "full_kv", "q", "full_q"):
+            names = f"{kind}_num_blocks", f"{kind}_indices"
+            ours, torchs = ([getattr(mask, name) for name in names] for mask in (found, expected))
+            assert list_blocks(*ours) == list_blocks(*torchs), (kind, rows, window)
+            assert [t.dtype for t in ours] == [t.dtype for t in torchs]

@@ -226,6 +226,18 @@ def test_prefetched_inputs_equal_inputs_built_on_demand(make_model: Callable[...
         assert torch.equal(one["bounds"].ends, other["bounds"].ends)
 
 
+def test_micro_batches_have_no_more_rows_than_a_rank_has_of_a_step(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_config(make_model(), tmp_path, data={"packed": True})
+    prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")
+    for num_ranks, num_rows in ((1, 4), (2, 2), (3, 2), (9, 1)):
+        loader = GlobalLoader(prepared, "train", 4, 1, has_full_batches=True)
+        with Prefetcher(loader, World(0, num_ranks, 0, torch.device("cpu")), 8, bounds_of, 9) as prefetcher:
+            (inputs,) = prefetcher.take(1).inputs
+        assert inputs.tokens.shape == (num_rows, prepared.seq_len)
+
+
 def test_an_error_while_prefetching_reaches_the_loop(make_model: Callable[..., Path], tmp_path: Path) -> None:
     config = make_config(make_model(), tmp_path)
     prepared = prepare(config.data, Path(config.model.path), tmp_path / "prepared")

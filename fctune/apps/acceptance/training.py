@@ -179,9 +179,10 @@ def list_shard_sizes(run: RunConfig, model_dir: Path, world: World) -> dict[str,
 
 
 def _make_step(run: RunConfig, model: CausalLM, world: World) -> StepData:
-    """Build one micro-batch of random tokens per rank, all supervised except the first of each row."""
-    rows, length = run.micro_batch_size, run.data.seq_len
-    generator = torch.Generator().manual_seed(run.seed + world.rank)
+    """Build one micro-batch of random tokens per group of ranks, all supervised except the first of each row."""
+    rows, length, group = run.micro_batch_size, run.data.seq_len, model.context_group
+    share, num_shares = group.find_share(world)
+    generator = torch.Generator().manual_seed(run.seed + share)
     tokens = torch.randint(model.architecture.vocab_size, (rows, length), generator=generator)
     labels = tokens.roll(-1, dims=1)
     labels[:, -1] = -100
@@ -193,14 +194,15 @@ def _make_step(run: RunConfig, model: CausalLM, world: World) -> StepData:
         loss_weights=weights,
         positions=torch.arange(length).expand(rows, -1).contiguous() if is_packed else None,
         lengths=((length,),) * rows if is_packed else None,
-        rows=tuple(range(world.rank * rows, (world.rank + 1) * rows)),
+        rows=tuple(range(share * rows, (share + 1) * rows)),
         row_lengths=(length,) * rows,
         num_tokens=rows * length,
         num_supervised=int(weights.sum()),
         weight_sum=float(weights.sum()),
     )
-    n = world.world_size
+    n = num_shares
     pairs = n * rows * length * (length + 1) // 2
     totals = StepTotals(n * batch.num_tokens, n * batch.num_supervised, n * batch.weight_sum, pairs)
-    inputs = make_inputs(batch, model.make_bounds, seed=run.seed, step=1, is_pinned=world.device.type == "cuda")
+    is_pinned = world.device.type == "cuda"
+    inputs = make_inputs(batch, model.make_bounds, seed=run.seed, step=1, is_pinned=is_pinned, group=group)
     return StepData(GlobalStep(1, 0, tuple(range(n * rows)), "random"), totals, [inputs])

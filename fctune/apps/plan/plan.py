@@ -334,10 +334,12 @@ def _scale(search: LayoutSearch, request: PlanRequest, num_steps: int | None) ->
     """Return the fastest variant for each number of nodes that the global batch can be split over."""
     points: list[ScalingPoint] = []
     for nodes in _NODES:
-        if nodes * request.gpus_per_node > search.config.global_batch_size:
-            break
-        fitting = [variant for variant in search.variants(nodes) if variant.fits]
+        variants = search.variants(nodes)
+        fitting = [variant for variant in variants if variant.fits]
         best = min(fitting, key=lambda variant: variant.time.total_s, default=None)
+        shown = best or next(iter(variants), None)
+        if shown is None or shown.setting.num_shares > search.config.global_batch_size:
+            break
         estimate, pays = None, best is not None
         if best is not None:
             estimate = estimate_run(search, request, best.setting, best.peak, best.time, num_steps)

@@ -317,7 +317,9 @@ def _describe_useful(plan: Plan) -> str:
     if not paying:
         return ""
     most, batch = paying[-1], plan.config.global_batch_size
-    if most == plan.scaling[-1].nodes and 2 * most * plan.request.gpus_per_node > batch:
+    best = plan.scaling[-1].best
+    context = best.setting.context if best is not None else 1
+    if most == plan.scaling[-1].nodes and 2 * most * plan.request.gpus_per_node // context > batch:
         why = f"global_batch_size={batch} packs cannot be split over twice as many GPUs"
     elif most == plan.scaling[-1].nodes:
         why = "more were not tried"

@@ -28,8 +28,8 @@ class ParallelConfig:
     weights are sharded by `fsdp` or `hsdp`."""
     context: Annotated[int | None, AT_LEAST_1, Null("the fewest ranks of a node with which a row fits")] = None
     """Ranks that share each row: each computes an equal part of its tokens, and of the attention heads in attention.
-    The activations of a row of `data.seq_len` tokens take that much less memory on each. It must divide the number of
-    ranks and the attention heads; no number changes."""
+    Each then has only its part of a row's activations in memory. It must divide the number of ranks and the attention
+    heads; losses and gradients do not change."""
 
     def check(self, where: str, problems: SectionProblems) -> None:
         """Check keys that only some modes support."""

@@ -32,7 +32,7 @@ from fctune.data.check.similarity import Location, SimilarityIndex, WordHasher
 from fctune.data.check.warnings import CLASSES, classify, iter_warnings
 from fctune.data.conversation import Conversation, Tool
 from fctune.data.conversation_encoder import get_defect_kind
-from fctune.data.long_conversations import LongConversations
+from fctune.data.long_conversations import LongConversations, measure
 from fctune.data.secrets import SecretCounts, SecretScanner, warn
 from fctune.data.sources import DEFAULT_SELECTION, Defect, LeftOut, ParsedRow, RowReader, Selection, scan_source
 from fctune.data.sources.columns import Columns
@@ -45,7 +45,7 @@ Encode = Callable[[Conversation], tuple[int, int]]
 _NUM_TOOLS_SHOWN = 50
 _MAX_TOOL_NAMES = 100_000  # further names are not counted, which bounds memory
 _PROGRESS_ROWS = 500
-_MAX_LONG_MEASURED = 200
+_MAX_LONG_TOKENS = 1_000_000  # of conversations that are measured, each some ten times
 
 
 def check_sources(
@@ -119,6 +119,7 @@ class _Check:
         self.on_progress = on_progress
         self.template, self.reasoning = template, ReasoningCount(template)
         self.long = LongConversations()
+        self.num_long = self.num_long_tokens = 0
         hasher = WordHasher()
         self.similarity = SimilarityIndex(hasher)
         self.overlaps = [OverlapIndex(path, "validation", hasher) for path in validation]
@@ -219,7 +220,7 @@ class _Check:
             self.tokens[num_tokens] += 1
             self.num_supervised += num_supervised
             if self.seq_len is not None and num_tokens > self.seq_len:
-                self.measure_long(conversation, num_supervised, self.seq_len)
+                self.add_long(conversation, num_tokens, num_supervised, self.seq_len)
             self.num_unsupervised += num_supervised == 0
         self.row_formats[row.row_format] += 1
         self.similarity.add(conversation, self.files.setdefault(file, len(self.files)), int(line), row.digest())
@@ -247,9 +248,19 @@ class _Check:
             self.declared.update({tool.name for tool in conversation.tools})
             self.called.update(names)
 
-    def measure_long(self, conversation: Conversation, num_supervised: int, seq_len: int) -> None:
-        """Measure what shortening a conversation would lose, which encodes it many times: only so many of them."""
-        if self.template is None or self.long.num_measured == _MAX_LONG_MEASURED:
+    def add_long(self, conversation: Conversation, num_tokens: int, num_supervised: int, seq_len: int) -> None:
+        """Count a conversation over ``seq_len`` tokens, and measure what shortening it would lose.
+
+        That encodes it many times, so only the first conversations are measured.
+        """
+        if self.template is None:
+            self.num_long += 1
+            return
+        if measure(self.template.encoder.encode(conversation)) <= seq_len:
+            return  # its samples together are longer, and each fits
+        self.num_long += 1
+        self.num_long_tokens += num_tokens
+        if self.num_long_tokens > _MAX_LONG_TOKENS and self.long.num_measured:
             return
         # Some conversations are rejected by the template once turns are left out.
         with contextlib.suppress(DataError):
@@ -295,14 +306,13 @@ class _Check:
         if self.encode is None:
             return None
         lengths = Lengths.from_counts(self.tokens)
-        over = 0 if self.seq_len is None else sum(n for length, n in self.tokens.items() if length > self.seq_len)
         share = self.num_supervised / lengths.total if lengths.total else 0.0
         return Tokens(
             lengths.total,
             self.num_supervised,
             share,
             self.seq_len,
-            over,
+            self.num_long,
             self.num_unsupervised,
             self.num_not_renderable,
             lengths,

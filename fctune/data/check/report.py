@@ -100,7 +100,7 @@ class Tokens:
         if self.long is None:
             return ""
         long, of = self.long, max(1, self.long.num_supervised)
-        sampled = f" (measured on {long.num_measured:,})" if long.num_measured < self.num_over_seq_len else ""
+        sampled = f" (measured on the first {long.num_measured:,})" if long.num_measured < self.num_over_seq_len else ""
         lost = f", and {format_count(long.lost_turns, 'turn')} fits in no part" if long.lost_turns == 1 else ""
         lost = f", and {long.lost_turns:,} turns fit in no part" if long.lost_turns > 1 else lost
         dropped = f", and drops {long.dropped_by_cut:,}" if long.dropped_by_cut else ""

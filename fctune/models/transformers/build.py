@@ -289,9 +289,9 @@ def build_model(
     model = _build(architecture, precision, attention_kernel)
     model.first_readers = first_readers
     model.attention_warning = findings.warning
+    _count_heads_(model, findings)
     if attention_kernel != "per_document" and findings.warning is None:
         is_flex = attention_kernel == "flex"
-        model.head_counts = frozenset((use.num_heads, use.num_kv_heads) for use in findings.uses)
         model.windows = tuple(dict.fromkeys(use.window for use in findings.uses if is_flex or use.needs_flex))
     return model
 
@@ -301,10 +301,17 @@ def build_shapes(
 ) -> TransformersCausalLM:
     """Build a model to count, of whose blocks the first one of each kind is inspected; see ``build_model``."""
     architecture.check_seq_len(max_seq_len)
-    _, first_readers = _inspect(architecture, max_seq_len, precision, "per_document", is_complete=False)
+    findings, first_readers = _inspect(architecture, max_seq_len, precision, "per_document", is_complete=False)
     model = _build(architecture, precision, "per_document")
     model.first_readers = first_readers
+    _count_heads_(model, findings)
     return model
+
+
+def _count_heads_(model: TransformersCausalLM, findings: AttentionFindings) -> None:
+    """Set the heads that layers have, which may differ from those of the config."""
+    if findings.uses:
+        model.head_counts = frozenset((use.num_heads, use.num_kv_heads) for use in findings.uses)
 
 
 @functools.lru_cache(maxsize=8)

@@ -158,6 +158,16 @@ def test_two_nodes_are_measured_separately_and_together(tmp_path: Path) -> None:
     assert "over 4" in layouts["all"]
 
 
+def test_ranks_that_share_rows_are_timed_on_their_parts(tmp_path: Path) -> None:
+    shared = "training.overrides=[data.seq_len=128, parallel.mode=fsdp, parallel.context=2, micro_batch_size=1]"
+    done = run(tmp_path, "required=[training_node]", shared, "training.steps=2", ranks=2)
+    assert done.codes == [0, 0]
+    assert done.result is not None
+    for sample in done.result["samples"]["training_node"].values():
+        assert "rows shared by 2 ranks" in sample["layout"]
+        assert sample["tokens"] == 64
+
+
 def _repeat(world: Any, argv: list[str], kind: str | None, count: int) -> list[tuple[list[int], dict[str, str]]]:
     """Run several times in the same processes; return whom each run blamed, and the status of its checks."""
     import torch.distributed as dist

@@ -140,7 +140,7 @@ def test_output_and_exit_code_say_if_the_run_fits(capsys: pytest.CaptureFixture[
     ):
         assert words in out
     assert "largest useful cluster" not in out
-    code, out, _ = run(capsys, "--gpu", "l4", "parallel.mode=ddp")
+    code, out, _ = run(capsys, "--gpu", "l4", "parallel.mode=ddp", "parallel.context=1")
     assert code == 1
     assert "does not fit" in out
 
@@ -197,7 +197,7 @@ def test_gpus_without_data_make_a_step_no_faster(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--gpu", "l4"], 1)])
 def test_a_closed_pipe_does_not_change_the_exit_code(arguments: list[str], code: int) -> None:
-    config = ["--config", "configs/llama3_1_8b_lora.yaml", "--nodes", "2", "parallel.mode=ddp"]
+    config = ["--config", "configs/llama3_1_8b_lora.yaml", "--nodes", "2", "parallel.mode=ddp", "parallel.context=1"]
     assert run_with_closed_pipe("plan", *config, *arguments) == code
 
 
