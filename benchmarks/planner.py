@@ -171,7 +171,7 @@ def _make_step(config: RunConfig, model: CausalLM, setting: Setting) -> StepData
         row_keys=torch.arange(rows),
         row_lengths=torch.full((rows,), length),
         positions=torch.arange(length).expand(rows, -1).contiguous(),
-        bounds=replace(bounds, group=model.context_group) if setting.context > 1 else bounds,
+        bounds=replace(bounds, group=model.context_group),
     )
     tokens = rows * length
     totals = StepTotals(tokens, tokens, float(tokens), tokens * (length * setting.context + 1) // 2)

@@ -122,7 +122,7 @@ class _Splitter:
 
 @dataclass(slots=True)
 class LongConversations:
-    """What each value of ``data.overlong`` would do with conversations longer than a row.
+    """The supervised tokens that ``data.overlong`` would keep of conversations longer than a row, by its value.
 
     ``num_supervised`` tokens are supervised in the conversations that were measured. ``cut`` keeps ``kept_by_cut`` of
     them and drops ``dropped_by_cut`` conversations; ``split_turns`` keeps ``kept_by_split`` in ``num_parts`` parts, and

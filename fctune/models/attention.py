@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from fctune.models.context_exchange import ContextGroup, count_repeats, to_heads, to_tokens
+from fctune.models.context_exchange import WHOLE_ROWS, ContextGroup, count_repeats, to_heads, to_tokens
 from fctune.models.document_attention import attend_per_document, pad_to_tile
 
 AttentionKernel = Literal["varlen", "flex", "per_document"]
@@ -47,7 +47,7 @@ class DocumentBounds:
         windows: Sliding windows of the layers that use flex attention; None is a layer without one.
         block_masks: Masks of flex attention by window, on the device.
         derived: What layers make of the bounds once for a batch, by a name that includes its device.
-        group: Ranks that each have an equal part of the tokens of these rows; None: this rank has whole rows.
+        group: Ranks that each have an equal part of the tokens of these rows.
     """
 
     kernel: AttentionKernel
@@ -58,7 +58,7 @@ class DocumentBounds:
     windows: tuple[int | None, ...] = ()
     block_masks: dict[int | None, Any] = field(default_factory=dict)
     derived: dict[str, Any] = field(default_factory=dict)
-    group: ContextGroup | None = None
+    group: ContextGroup = WHOLE_ROWS
 
     def pin(self) -> DocumentBounds:
         """Return a copy in pinned memory, from which copies to a CUDA device are asynchronous."""
@@ -145,7 +145,7 @@ def attend(
         ``[b, s, h, v_d]``.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if bounds is None or bounds.group is None:
+    if bounds is None or bounds.group.size == 1:
         return _attend_to_rows(q, k, v, bounds, implementation, scale, window, softcap, sinks)
     group = bounds.group
     repeats = count_repeats(q.shape[2], k.shape[2], group.size)

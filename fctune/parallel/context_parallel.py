@@ -28,8 +28,7 @@ def check_context_parallelism(model: CausalLM, num_ranks: int, world_size: int) 
             f"({model.state_layers}); leave it out."
         )
     if not _divides_heads(model, num_ranks):
-        most = max(num for heads, _ in model.head_counts for num in range(1, heads + 1) if heads % num == 0)
-        fitting = [str(num) for num in range(1, most + 1) if _divides_heads(model, num) and world_size % num == 0]
+        fitting = [str(num) for num in range(1, world_size + 1) if can_share_rows(model, num, world_size)]
         counts = " and ".join(f"{heads} heads with {kv} of keys" for heads, kv in sorted(model.head_counts))
         raise ConfigError(f"{key}: does not divide the attention of this model, {counts}; use {' or '.join(fitting)}.")
 

@@ -169,9 +169,7 @@ def make_inputs(
     """
     if group.size > 1:
         batch = _pad_row_ends(batch, group.size * ROW_MULTIPLE)
-    bounds = None if batch.lengths is None else make_bounds(batch.lengths)
-    if bounds is not None and group.size > 1:
-        bounds = replace(bounds, group=group)
+    bounds = None if batch.lengths is None else replace(make_bounds(batch.lengths), group=group)
     lengths, num_tokens = batch.answer_lengths, batch.tokens.shape[1] // group.size
     start = group.rank * num_tokens
     tokens, labels, loss_weights, positions = (

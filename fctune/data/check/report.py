@@ -101,8 +101,8 @@ class Tokens:
             return ""
         long, of = self.long, max(1, self.long.num_supervised)
         sampled = f" (measured on the first {long.num_measured:,})" if long.num_measured < self.num_over_seq_len else ""
-        lost = f", and {format_count(long.lost_turns, 'turn')} fits in no part" if long.lost_turns == 1 else ""
-        lost = f", and {long.lost_turns:,} turns fit in no part" if long.lost_turns > 1 else lost
+        fit = choose_noun(long.lost_turns, "fits", "fit")
+        lost = f", and {format_count(long.lost_turns, 'turn')} {fit} in no part" if long.lost_turns else ""
         dropped = f", and drops {long.dropped_by_cut:,}" if long.dropped_by_cut else ""
         return (
             f"overlong=drop loses all of their supervised tokens, cut {1 - long.kept_by_cut / of:.1%}{dropped}, "

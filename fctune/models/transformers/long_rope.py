@@ -28,9 +28,8 @@ class TokenLengths:
             lengths = bounds.ends.diff()
             rows, length = bounds.shape
             by_token = torch.repeat_interleave(lengths, lengths, output_size=rows * length).view(rows, length)
-            if bounds.group is not None:  # this rank's part of the tokens
-                by_token = by_token.chunk(bounds.group.size, 1)[bounds.group.rank]
-            self.value = by_token.to(tokens.device)
+            own = by_token.chunk(bounds.group.size, 1)[bounds.group.rank]  # this rank's part of the tokens
+            self.value = own.to(tokens.device)
         elif row_lengths is not None:
             self.value = row_lengths[:, None]
         else:
