@@ -27,7 +27,7 @@ from fctune.data.conversion import to_openai_row
 from fctune.data.prepared_set import is_validation
 from fctune.data.sources import ParsedRow, RowReader, UnreadRow
 from fctune.data.tool_schema import ToolSet
-from tests.augment_rows import expand_all, make_parsed, make_rows, make_tool, open_augmenter, read_rows
+from tests.augment_rows import expand_all, make_parsed, make_rows, make_tool, open_augmenter, read_rows, to_parsed
 from tests.conftest import REAL_DATA
 
 ALL = dict.fromkeys(AUGMENT_KINDS, 1.0)
@@ -298,6 +298,22 @@ def test_a_row_without_its_tool_asks_what_its_twin_asks_and_names_what_is_missin
     assert len(answers) > 60
     assert Counter(answers).most_common(1)[0][1] < len(answers) / 10
     assert len({answer.split()[0] + answer.split()[1] for answer in answers}) > 15  # they do not begin alike
+
+
+@pytest.mark.parametrize("num_offered", [4, 6])
+def test_a_request_for_many_tools_loses_them_all(num_offered: int) -> None:
+    tools = tuple(map(make_tool, range(6)))
+    subjects = [tool.name.partition("_")[2] for tool in tools]
+    calls = tuple(Call(tool.name, {"city": "Oslo"}) for tool in tools[:4])
+    messages = (Message("user", f"{', '.join(subjects[:4])} in Oslo?"), Message("assistant", calls=calls))
+    rows = [to_parsed(Conversation(messages, tools[:num_offered])), *make_rows(20)]
+    (_, forms), *_ = expand_all(rows, open_augmenter(rows, take_away=1.0))
+    made = forms[1].conversation
+    offered = {tool.name for tool in made.tools}
+    assert offered
+    assert not offered & {call.name for call in calls}
+    assert num_offered == 4 or offered == {tool.name for tool in tools[4:]}
+    assert all(subject in (made.messages[-1].content or "") for subject in subjects[:4])
 
 
 def test_a_row_that_asks_lacks_the_value_and_names_the_parameter() -> None:

@@ -64,8 +64,6 @@ def find_missing_tools(conversation: Conversation, turn: Turn, pool: ToolPool) -
     messages = conversation.messages
     if not messages[turn.index].weight:
         return _UNSUPERVISED
-    if len(turn.needed) > 2:
-        return "more than two tools needed at once"
     if any(message.role == "assistant" for message in messages[: turn.index]):
         return _ANSWERED
     earlier = "\n".join(message.content or "" for message in messages[: turn.index])

@@ -16,6 +16,7 @@ from fctune.data.conversation import Tool
 
 MAX_WORDS = 14
 """Words of a description's sentence that fit into another one."""
+_MAX_LIST = 24  # words of the abilities that an answer enumerates; of more, it names the topics
 
 # The verbs that tools' descriptions and names begin with.
 _VERB_TEXT = """
@@ -273,7 +274,7 @@ def word_refusal(offered: Sequence[Tool], missing: Sequence[Tool], rng: random.R
     templates: tuple[str, ...]
     if not abilities:
         templates = _DECLINES_PLAIN if offer is None else _DECLINES_PLAIN_WITH_OFFER
-    elif len(does) < len(abilities) or rng.random() < 0.15:
+    elif len(does) < len(abilities) or sum(len(one.split()) for one in does) > _MAX_LIST or rng.random() < 0.15:
         templates = _DECLINES_BY_TOPIC
     else:
         templates = _DECLINES if offer is None else _DECLINES_WITH_OFFER
