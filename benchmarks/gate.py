@@ -1,10 +1,11 @@
 """Measure the gate: harm that it must stop, its false alarms on one model's own noise, and its power.
 
     python -m benchmarks.gate --out DIR [--parts harm pairs simulate] [--pairs 20] [--result FILE]
+        [--model DIR --rows FILE --held-out FILE [key=value ...]]
 
-- harm: the demo's model (`fctune train tiny_lora`) is the base. It is trained on rows that all call, and gated. As long
-  as the gate stops the result, the command that it printed trains again, at most three times. The first result must be
-  stopped, and the last one pass.
+- harm: ``fctune tune`` trains a model on those of its rows that call, and gates the result. As long as the gate stops
+  it, the command that it printed trains again, at most three times. The first result must be stopped, and the last one
+  pass. The model is the demo's (`fctune train tiny_lora`) with synthetic rows, unless one is named with its rows.
 - pairs: two samples of the base, with different seeds, are gated as base and result, so each alarm is a false one.
 - simulate: 1,000 gates with the accuracy and the flips of each line that the pairs had; unchanged, and with a true
   fall on one line.
@@ -41,8 +42,10 @@ from fctune.tasks.evaluation.paired import PairedOutcome
 from fctune.tasks.suite_files import load_suite
 
 ROOT = Path(__file__).resolve().parents[1]
-NUM_ROWS, NUM_CASES, NUM_STEPS = 3000, 200, 80
+NUM_ROWS, NUM_CASES = 3000, 200
+DEMO_SETTINGS = ("max_steps=80", "validation.every=0", "data.seq_len=512", "lr_scheduler.warmup=5")
 MAX_HARMFUL_ROWS = 900
+MAX_NEW_TOKENS = 96
 MAX_ROUNDS = 3
 NUM_GATES = 1000
 FALLS = (0.10, 0.15, 0.20, 0.30)
@@ -57,14 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--pairs", type=int, default=20, metavar="N")
     parser.add_argument("--cases", type=int, default=60, metavar="N", help="most cases of a line; default: 60")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, metavar="N", help="training steps; default: 80")
+    parser.add_argument("--model", metavar="DIR", help="model that harm is done to; default: the demo's")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="its training rows")
+    parser.add_argument("--held-out", type=Path, metavar="FILE", help="its held-out cases")
     parser.add_argument("--result", type=Path, metavar="FILE")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys of the harmful training")
+    arguments = parser.parse_intermixed_args(argv)
+    own = (arguments.model, arguments.rows, arguments.held_out)
+    if None in own and any(own):
+        parser.error("--model, --rows and --held-out go together")
     folder: Path = arguments.out
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     if "harm" in arguments.parts:
-        found["harm"] = keep(folder / "harm.json", lambda: measure_harm(folder, arguments.cases, arguments.steps))
+        found["harm"] = keep(folder / "harm.json", lambda: measure_harm(arguments))
     if "pairs" in arguments.parts:
         found["pairs"] = keep(folder / "pairs.json", lambda: measure_pairs(folder, arguments.pairs, arguments.cases))
     if "simulate" in arguments.parts:
@@ -88,30 +97,38 @@ def keep(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def measure_harm(folder: Path, num_cases: int, num_steps: int) -> dict[str, Any]:
-    """Train on rows that all call, and gate; then follow the printed commands until a result passes."""
-    rows, cases, base = folder / "rows.jsonl", write_cases(folder), find_base(folder)
-    run(["data", "synthetic", "train", "--rows", str(NUM_ROWS), "--seed", "7", "--out", str(rows)])
+def measure_harm(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tune on rows that all call; then follow the printed commands until a result passes."""
+    folder: Path = arguments.out
+    model, rows, cases, settings = arguments.model, arguments.rows, arguments.held_out, list(arguments.overrides)
+    if model is None:
+        model, cases, rows = str(find_base(folder)), write_cases(folder), folder / "rows.jsonl"
+        run(["data", "synthetic", "train", "--rows", str(NUM_ROWS), "--seed", "7", "--out", str(rows)])
+        settings = [*DEMO_SETTINGS, *settings]
     harmful = folder / "calls_only.jsonl"
-    lines = [line for line in rows.read_text(encoding="utf-8").splitlines() if '"tool_calls"' in line][
-        :MAX_HARMFUL_ROWS
-    ]
+    lines = [line for line in rows.read_text(encoding="utf-8").splitlines() if '"tool_calls"' in line]
+    lines = lines[:MAX_HARMFUL_ROWS]
     harmful.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    trained = folder / "harmful"
-    train = ["train", "tiny_lora", "--nproc", "1", "--data", str(harmful), f"output_dir={trained}"]
-    settings = [f"max_steps={num_steps}", "validation.every=0", "data.seq_len=512", "lr_scheduler.warmup=5"]
-    run([*train, f"model.path={base}", *settings])
-    report = gate(base, trained, cases, folder / "gate_harmful", num_cases)
+    gate = f"gate={{benchmarks: [], max_cases: {arguments.cases}, max_new_tokens: {MAX_NEW_TOKENS}}}"
+    words = ["tune", "--model", model, "--data", str(harmful), "--cases", str(cases), "--out", str(folder / "harmful")]
+    report = tune([*words, gate, *settings])
     found: dict[str, Any] = {"rows": len(lines), "harmful": shorten(report), "mended": []}
     while report["is_blocked"] and report["commands"] and len(found["mended"]) < MAX_ROUNDS:
         (command,) = report["commands"]
-        run(shlex.split(command)[1:])
-        words = (word.partition("=") for word in shlex.split(command))
-        mended = Path(next(value for key, _, value in words if key == "output_dir"))
-        report = gate(base, mended, cases, folder / f"gate_mended_{len(found['mended']) + 1}", num_cases)
-        shown = command.replace(str(folder.resolve()), "DIR").replace(str(folder), "DIR")
+        report = tune(shlex.split(command)[1:])
+        shown = command
+        for place, name in ((folder.resolve(), "DIR"), (folder, "DIR"), (model, "MODEL"), (cases, "CASES")):
+            shown = shown.replace(str(place), name)
         found["mended"].append({"command": shown, **shorten(report)})
     return found
+
+
+def tune(words: Sequence[str]) -> dict[str, Any]:
+    """Run ``fctune tune``; returns the report of its gate."""
+    run(words, codes=(0, 1))
+    out = Path(words[words.index("--out") + 1])
+    report: dict[str, Any] = json.loads((out / "gate" / "gate.json").read_text(encoding="utf-8"))
+    return report
 
 
 def find_base(folder: Path) -> Path:
@@ -119,14 +136,6 @@ def find_base(folder: Path) -> Path:
     if not (folder / "start" / "export" / "merged").is_dir():
         run(["train", "tiny_lora", "--nproc", "1", f"output_dir={folder / 'start'}"])
     return folder / "start" / "export" / "merged"
-
-
-def gate(base: Path, tuned: Path, cases: Path, out: Path, num_cases: int) -> dict[str, Any]:
-    """Gate a run on the held-out cases alone; returns the report."""
-    words = ["gate", "--base", str(base), "--tuned", str(tuned), "--cases", str(cases), "--out", str(out)]
-    run([*words, "--benchmarks", "none", "--max-cases", str(num_cases), "--max-new-tokens", "96"], codes=(0, 1))
-    report: dict[str, Any] = json.loads((out / "gate.json").read_text(encoding="utf-8"))
-    return report
 
 
 def shorten(report: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +157,7 @@ def measure_pairs(folder: Path, num_pairs: int, num_cases: int) -> dict[str, Any
     held_out = pair_held_out(load_suite(write_cases(folder)), num_cases)
     plan = Plan(held_out=held_out)
     model = str(find_base(folder))
-    config = GateConfig(max_new_tokens=96, temperature=TEMPERATURE)
+    config = GateConfig(max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE)
     flips: dict[str, Counter[str]] = {}
     alarms: list[dict[str, Any]] = []
     significant = Counter[str]()
