@@ -52,6 +52,7 @@ from tests.trace_rows import (
     SESSION,
     SHAPES,
     SWE,
+    SWE_SMITH,
     TRAJECTORY,
     Row,
     assistant,
@@ -127,7 +128,8 @@ DESCRIPTIONS = {"gen_ai.operation.name", "gen_ai.request.model"} | frozenset(
     re.findall(
         r"\w+",
         "name schema_version session_id version timestamp type uuid parentUuid sessionId cwd id model signature "
-        "stop_reason promptSource attributionSkill kind encrypted_content instance_id step_id stdout",
+        "stop_reason promptSource attributionSkill kind encrypted_content instance_id step_id stdout "
+        "agent message_type action traj_id patch",
     )
 )
 HOLDERS = frozenset(("metrics", "final_metrics", "usage", "origin", "toolUseResult", "attributes"))
@@ -180,13 +182,20 @@ FAILURES: dict[str, tuple[list[Any], str]] = {
         "attributes.gen_ai.response.finish_reasons",
     ),
     "a run that did not solve its task": ([{**SWE, "resolved": False}], "resolved"),
+    "a run of SWE-smith that did not": ([{**SWE_SMITH, "resolved": False, "tools": SWE["tools"]}], "resolved"),
+    "a run of SWE-smith, with its messages as JSON": (
+        [{**SWE_SMITH, "messages": json.dumps(TRAJECTORY), "resolved": "False", "tools": SWE["tools"]}],
+        "resolved",
+    ),
+    "a run of nebius that did not": ([{**SWE, "target": False}], "target"),
 }
 
 
 @pytest.mark.parametrize("claim", FAILURES)
 def test_failed_answers_and_runs_are_left_out_unless_asked_for(claim: str, tmp_path: Path) -> None:
     rows, pointer = FAILURES[claim]
-    path = write(tmp_path / "rows.jsonl", [*rows, SWE if "trajectory" in rows[0] else otlp(span("Again?"))])
+    is_run = "resolved" in rows[0] or "target" in rows[0]
+    path = write(tmp_path / "rows.jsonl", [*rows, SWE if is_run else otlp(span("Again?"))])
     (row,) = read(path)
     assert isinstance(row, ParsedRow)
     (unread, _) = scan_source(path)
