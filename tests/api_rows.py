@@ -554,6 +554,23 @@ DEFECTS: list[tuple[str, str, Any, str, str]] = [
     ("log: Langfuse", "level", "ERROR", FAILED, "level"),
     ("log: Langfuse", "output", None, FAILED, "output"),
     ("log: LangSmith around OpenAI", "error", "RateLimitError('slow down')", FAILED, "error"),
+    *(
+        ("langchain: messages", "messages.5.response_metadata", {key: reason}, FAILED, "")
+        for key, reason in (
+            *(("finish_reason", "length"), ("finish_reason", "MAX_TOKENS"), ("stop_reason", "max_tokens")),
+            *(("done_reason", "length"), ("stopReason", ["max_tokens"]), ("status", "incomplete")),
+        )
+    ),
+    (
+        "langchain: serialised",
+        "messages.5.kwargs.response_metadata",
+        {"finish_reason": "length"},
+        FAILED,
+        "messages[5].kwargs.response_metadata.finish_reason",
+    ),
+    ("log: LangSmith with all messages in the output", "outputs.stop_reason", "max_tokens", FAILED, ""),
+    ("log: LangSmith with all messages in the output", "outputs.messages.5.stop_reason", "max_tokens", FAILED, ""),
+    ("log: LangSmith dataset", "outputs.messages.0.finish_reason", "length", FAILED, "outputs.messages[0].finish_reason"),
     ("prompt_completion: TRL", "label", False, FAILED, "label"),
     # Rows of another shape than their format's.
     ("log: Langfuse", "type", "SPAN", "message_shape", "type"),
@@ -562,6 +579,20 @@ DEFECTS: list[tuple[str, str, Any, str, str]] = [
     ("log: LangSmith with all messages in the output", "outputs.messages.1.content", "Else?", "message_shape", ""),
     ("anthropic: a log", "messages.0.role", "critic", "unknown_role", "messages[0].role"),
     ("anthropic: a log", "messages.1.content.4", {"type": "text", "text": "Wait."}, "text_around_call", ""),
+    (
+        "langchain: messages",
+        "messages.2.content",
+        [{"type": "tool_use", "id": "call_1"}, {"type": "text", "text": "Done."}],
+        "text_around_call",
+        "messages[2].content[1]",
+    ),
+    (
+        "langchain: messages",
+        "messages.2.content",
+        [{"type": "tool_use", "id": "call_1"}, {"type": "thinking", "thinking": "Hm."}],
+        "message_shape",
+        "messages[2].content[1]",
+    ),
     ("langchain: messages", "messages.2.invalid_tool_calls", [{"args": "{"}], "arguments_not_json", ""),
     ("responses: a log", "input.3.arguments", "{", "arguments_not_json", "input[3].arguments"),
     ("anthropic: a log", "messages.1.content.2.input", "x", "arguments_not_json", "messages[1].content[2].input"),

@@ -26,6 +26,7 @@ from fctune.data.sources.row_formats.exchange import (
     note_request,
     note_settings,
     peek,
+    require_ended,
     require_finished,
     require_object,
     set_api_tools,
@@ -44,7 +45,6 @@ _WRAPPERS = ("output", "message", "data")  # keys around a response
 _ANSWER_KEYS = frozenset({*_WRAPPERS, "choices", "generations", "candidates", "content", "messages", "role"})
 _READ = ("system", "messages", "tools", "functions")
 _COLUMNS = (*dict.fromkeys(side for sides in _SIDES for side in sides), "system", "tools", "functions")
-_FINISHED = ("stop", "tool_calls", "function_call", "end_turn", "tool_use", "stop_sequence", "STOP", "eos")
 
 
 def _find_sides(row: dict[str, Any]) -> tuple[str, str] | None:
@@ -196,7 +196,11 @@ def _add_response(response: Any, at: str, builder: RowBuilder) -> None:
         text, reasoning = builder.take_reasoning(response, at)
         builder.add("assistant", text, at, reasoning=reasoning)
     elif isinstance(response, list):
-        _add_list(list_values(response, at, builder), builder)
+        messages = list_values(response, at, builder)
+        for message, where in messages:
+            if isinstance(message, dict):
+                require_ended(message, where, builder)
+        _add_list(messages, builder)
     elif not isinstance(response, dict):
         raise RowError(at, "message_shape", f"expected an answer, got {describe_value(response)}")
     elif "choices" in response:
@@ -210,11 +214,14 @@ def _add_response(response: Any, at: str, builder: RowBuilder) -> None:
     elif responses.is_responses_response(response):
         responses.add_responses_response(response, at, builder)
     elif "role" in response or langchain.is_langchain_message(response):
+        require_ended(response, at, builder)
         _add_messages([(response, at)], builder)
     elif "messages" in response:
+        require_ended(response, at, builder)
         builder.note_unread(response, ("messages",), at)
         _add_response(response["messages"], f"{at}.messages", builder)
     elif (key := next((key for key in _WRAPPERS if response.get(key)), None)) is not None:
+        require_ended(response, at, builder)
         builder.note_unread(response, (key,), at)
         _add_response(response[key], f"{at}.{key}", builder)
     else:
@@ -233,8 +240,9 @@ def _add_one_of(response: dict[str, Any], key: str, at: str, builder: RowBuilder
         raise RowError(f"{at}.{key}", "message_shape", f"expected one answer, got {len(choices)}; keep one")
     choice, where = require_object(*choices[0]), choices[0][1]
     details = require_object(choice.get("generation_info") or {}, f"{where}.generation_info")
-    require_finished(choice, where, builder, "finish_reason", _FINISHED)
-    require_finished(details, f"{where}.generation_info", builder, "finish_reason", _FINISHED)
+    for part, place in ((choice, where), (details, f"{where}.generation_info")):
+        require_finished(part, place, builder)
+        require_ended(part, place, builder)
     builder.note_unread(choice, ("message", "text", "generation_info", "content_filter_results"), where)
     if not choice.get("message"):
         raise RowError(f"{where}.message", "message_shape", "expected the answer's message, got none")

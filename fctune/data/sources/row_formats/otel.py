@@ -16,7 +16,7 @@ from fctune.data.sources.defects import TEXT_ONLY, RowError, describe_value
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
 from fctune.data.sources.row_content import read_string
 from fctune.data.sources.row_formats.base import FileRow, LeftOut, LogRow, RowFormat
-from fctune.data.sources.row_formats.exchange import AssistantTurn, peek
+from fctune.data.sources.row_formats.exchange import AssistantTurn, is_finished, peek
 
 _INPUT, _OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
 _SYSTEM, _TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
@@ -29,11 +29,6 @@ _DESCRIBING = re.compile(
 _CALLS = (None, "chat", "generate_content", "text_completion")
 _DETAILS = "gen_ai.client.inference.operation.details"  # an event that may have the messages in place of its span
 _MEDIA = ("blob", "file", "uri")
-# In lower case; instrumentations write them as their provider does.
-_FINISHED = (
-    *("", "stop", "tool_call", "tool_calls", "tool_use", "function_call", "end_turn", "stop_sequence"),
-    *("complete", "completed", "eos", "eos_token"),
-)
 _ENDED = "gen_ai.response.finish_reasons"  # of the answers, in place of their own
 _CUT_OFF = "an answer that was cut off or failed"
 # Attributes and events of other instrumentations, or of earlier versions of the conventions, that hold messages.
@@ -167,12 +162,8 @@ def _require_success(status: Any, attributes: dict[str, Any], builder: RowBuilde
     reasons = attributes.get(_ENDED)
     listed = peek(reasons) or [reasons]
     for reason in listed if isinstance(listed, list) else [listed]:
-        if not _is_finished(reason):
+        if not is_finished(reason):
             builder.reject_answer(f"attributes.{_ENDED}", f"{describe_value(reason)}: {_CUT_OFF}")
-
-
-def _is_finished(reason: Any) -> bool:
-    return reason is None or (isinstance(reason, str) and reason.lower() in _FINISHED)
 
 
 def _decode(value: Any, pointer: str, builder: RowBuilder) -> Any:
@@ -197,7 +188,7 @@ def _add_message(message: Any, is_answer: bool, at: str, system: str | None, bui
         raise RowError(at, "message_shape", reason)
     builder.note_unread(message, ("role", "parts", "finish_reason", "name"), at)
     role = message.get("role")
-    if is_answer and not _is_finished(message.get("finish_reason")):
+    if is_answer and not is_finished(message.get("finish_reason")):
         builder.reject_answer(f"{at}.finish_reason", f"{describe_value(message['finish_reason'])}: {_CUT_OFF}")
     match role:
         case "assistant":
