@@ -239,6 +239,32 @@ def test_spans_that_are_no_answers_are_counted_and_a_file_of_such_spans_alone_is
         read(write(tmp_path / "other.jsonl", [otlp(tool_span)]))
 
 
+def test_spans_with_an_object_of_attributes_are_sorted_out_as_those_of_otlp(tmp_path: Path) -> None:
+    def flat(attributes: Row, **keys: Any) -> Row:
+        return {"name": "s", "context": {"trace_id": "0x5b", "span_id": "0xee"}, "attributes": attributes, **keys}
+
+    agent, tool = (span() | {"gen_ai.operation.name": name} for name in ("invoke_agent", "execute_tool"))
+    chat = {"gen_ai.operation.name": "chat"}
+    details = {"name": "gen_ai.client.inference.operation.details", "attributes": span("In an event?")}
+    others = [
+        *(flat({"http.method": "GET"}), flat(agent), flat({**tool, "gen_ai.input.messages": None}), flat(chat)),
+        {"name": "t", "attributes": {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "get_weather"}},
+    ]
+    lines = [*others, flat(span()), flat(chat, events=[details]), flat({**chat, "gen_ai.prompt.0.content": "Hi"})]
+    left_out = {"span_left_out": 4, "span_without_content": 1}
+    for rows in (lines, lines[::-1]):
+        path = write(tmp_path / "trace.jsonl", rows)
+        found = read(path)
+        assert sorted(texts(row)[1] or "" for row in found if isinstance(row, ParsedRow)) == [
+            *("In an event?", "Weather in Oslo?")
+        ]
+        assert [row.kind for row in found if isinstance(row, Defect)] == ["message_shape"]
+        assert count_left_out(path) == left_out
+    path = write(tmp_path / "mixed.jsonl", [{"messages": TRAJECTORY}, *others])
+    assert len(read(path)) == 1
+    assert count_left_out(path) == left_out
+
+
 def test_subagents_of_a_trajectory_are_conversations_of_their_own(tmp_path: Path) -> None:
     child = atif(steps=[step(1, "user", "Find it."), step(2, "agent", "Found.")])
     aside = step(5, "agent", "Aside.", extra={"is_sidechain": True})

@@ -250,8 +250,8 @@ class RowReader:
             decoded = decode_row(value, self._context)
             parsed = read_row(decoded, self.row_format, self._context, f"{file}:{line}")
         except RowError as error:
-            if error.kind == "answer_failed":
-                return LeftOut(error.kind, _describe_failure(error))
+            if error.kind in LEFT_OUT_KINDS:
+                return LeftOut(error.kind, _describe_failure(error) if error.kind == "answer_failed" else "")
             reason = error.reason
             if error.kind == "unknown_row_format" and file.lower().endswith(_TABLES) and isinstance(decoded, dict):
                 reason = self._describe_cells(decoded)
