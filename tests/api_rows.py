@@ -536,6 +536,7 @@ DEFECTS: list[tuple[str, str, Any, str, str]] = [
     ("responses: a log", "input.0", {"type": "item_reference", "id": "msg_0"}, "history_missing", "input[0]"),
     ("responses: a log", "prompt", {"id": "pmpt_1"}, "history_missing", "prompt"),
     ("gemini: a log", "cachedContent", "cachedContents/1", "history_missing", "cachedContent"),
+    ("log: Langfuse", "input", None, "history_missing", ""),
     # Answers that must not be imitated.
     ("anthropic: a log", "response.stop_reason", "max_tokens", FAILED, "response.stop_reason"),
     ("anthropic: a log", "response", {"type": "error", "error": {"message": "Overloaded"}}, FAILED, "response.error"),
@@ -572,9 +573,10 @@ DEFECTS: list[tuple[str, str, Any, str, str]] = [
     ("log: LangSmith with all messages in the output", "outputs.messages.5.stop_reason", "max_tokens", FAILED, ""),
     ("log: LangSmith dataset", "outputs.messages.0.finish_reason", "length", FAILED, "outputs.messages[0].finish_reason"),
     ("prompt_completion: TRL", "label", False, FAILED, "label"),
+    # Records that are not of a model call.
+    ("log: Langfuse", "type", "SPAN", "span_left_out", "type"),
+    ("log: LangSmith around OpenAI", "run_type", "chain", "span_left_out", "run_type"),
     # Rows of another shape than their format's.
-    ("log: Langfuse", "type", "SPAN", "message_shape", "type"),
-    ("log: LangSmith around OpenAI", "run_type", "chain", "message_shape", "run_type"),
     ("log: LiteLLM", "response.choices.1", {"message": {}}, "message_shape", "response.choices"),
     ("log: LangSmith with all messages in the output", "outputs.messages.1.content", "Else?", "message_shape", ""),
     ("anthropic: a log", "messages.0.role", "critic", "unknown_role", "messages[0].role"),

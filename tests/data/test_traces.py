@@ -235,7 +235,7 @@ def test_spans_that_are_no_answers_are_counted_and_a_file_of_such_spans_alone_is
     assert first.conversation.source.endswith(":2")
     assert second.conversation.source.endswith(":3")
     assert count_left_out(str(tmp_path / "trace.jsonl")) == {"span_left_out": 3, "span_without_content": 1}
-    with pytest.raises(DataError, match=r"no conversations\. Found only: spans that are not of a model call .*\(1\)"):
+    with pytest.raises(DataError, match=r"no conversations\. Found only: spans and records that are not of a model call .*\(1\)"):
         read(write(tmp_path / "other.jsonl", [otlp(tool_span)]))
 
 

@@ -169,9 +169,9 @@ LEFT_OUT_KINDS: dict[str, str] = {
     "repeated_record": "records that equal a later one, up to their last answer",
     "session_event": "events of sessions that are no messages",
     "sidechain_step": "steps of subagents in the list of another agent's steps",
-    "span_left_out": "spans that are not of a model call (of agents, tools or requests)",
+    "span_left_out": "spans and records that are not of a model call (of agents, tools or requests)",
     "taken_back_item": "items of turns that the user took back, with the user's messages",
-    "span_without_content": "spans of model calls whose messages were not recorded",
+    "span_without_content": "spans and records of model calls whose messages were not recorded",
     "where_missing": "records without a column or key that the conditions name (where)",
 }
 """The kinds of records and parts of logs that are no rows."""

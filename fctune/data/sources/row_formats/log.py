@@ -70,7 +70,7 @@ def _is_log(row: dict[str, Any]) -> bool:
         return False
     sides = _find_sides(row)
     if sides is None:
-        return False
+        return _is_unrecorded(row)
     if any(mark in row for mark in _MARKS):
         return True
     request, response = peek(row[sides[0]]), peek(row[sides[1]])
@@ -82,6 +82,12 @@ def _is_log(row: dict[str, Any]) -> bool:
         return "choices" in response or response.get("role") == "assistant"
     messages = request.get("messages") if isinstance(request, dict) else request
     return isinstance(messages, list) and bool(messages) and _has_messages(messages) and response is not None
+
+
+def _is_unrecorded(row: dict[str, Any]) -> bool:
+    """Return True for a record whose request was not recorded, as that of many spans."""
+    is_record = any(mark in row for mark in _MARKS) and any(isinstance(row.get(name), str) for name in _KIND_COLUMNS)
+    return is_record and any(a in row and b in row for a, b in _SIDES) and not any(row.get(a) for a, _ in _SIDES)
 
 
 def _is_request(request: Any) -> bool:
@@ -96,11 +102,15 @@ def _has_messages(messages: list[Any]) -> bool:
 
 
 def read_log(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
-    """Read a record; a failed call, or a record that is none of a model call, is a defect."""
+    """Read a record; a failed call, or a record that is none of a model call, is left out."""
+    _require_model_call(row, builder)
     sides = _find_sides(row)
+    if sides is None and _is_unrecorded(row):
+        if any(row.get(answered) for _, answered in _SIDES):
+            raise RowError("", "history_missing", "an answer without its request, so that no question is in the row")
+        raise RowError("", "span_without_content", "null: the record has neither messages nor an answer")
     if sides is None:
         raise KeyError("response")
-    _require_model_call(row, builder)
     note_settings(row, "", builder)
     require_finished(row, "", builder)
     asked, answered = sides
@@ -129,8 +139,7 @@ def _require_model_call(row: dict[str, Any], builder: RowBuilder) -> None:
     for column in _KIND_COLUMNS:
         kind = row.get(column)
         if isinstance(kind, str) and kind.lower() not in _MODEL_CALLS and any(mark in row for mark in _MARKS):
-            reason = f"a record of a {kind}, not of a model call; export {' or '.join(_MODEL_CALLS)} records only"
-            raise RowError(column, "message_shape", reason)
+            raise RowError(column, "span_left_out", f"a record of a {kind}, not of a model call")
     level = row.get("level")
     if isinstance(level, str) and level.upper() == "ERROR":
         builder.reject_answer("level", "'ERROR': a failed call")
