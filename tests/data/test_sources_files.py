@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,10 @@ def test_a_state_file_of_another_program_is_a_file_like_others(name: str, tmp_pa
     write(tmp_path / "rows.jsonl", json.dumps(make_row()))
     (tmp_path / "rows.jsonl.d.jsonl").mkdir()
     write(tmp_path / name, json.dumps({"cursor": 1}))
+    left_out: Counter[str] = Counter()
+    assert len(list(parse_source(str(tmp_path), left_out=left_out))) == 1
+    assert left_out == {"file_left_out": 1}
+    (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(DataError, match=f"{name}:1: rows of unknown format"):
         list(read_source(str(tmp_path)))
     write(tmp_path / name, "[1")

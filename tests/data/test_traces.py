@@ -674,6 +674,33 @@ def test_files_that_describe_sessions_are_no_rows(tmp_path: Path) -> None:
     assert sorted(texts(row)[0] or "" for row in read(str(project.parent))) == ["P?", "Weather in Oslo?"]
 
 
+@pytest.mark.parametrize("row_format", ["auto", "atif"])
+def test_files_of_a_directory_that_are_no_rows_are_counted(row_format: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "result.json", [{"task_name": name, "reward": 1.0}])
+        (tmp_path / name / "config.json").write_text(json.dumps({"agent": {"name": "x"}, "job": name}, indent=1))
+        (tmp_path / name / "trajectory.json").write_text(json.dumps(atif(session_id=name), indent=1))
+    report = convert_source(str(tmp_path), tmp_path / "out.rows", row_format, fold="never")
+    assert (report.rows, report.converted, report.left_out) == (2, 2, {"file_left_out": 4})
+    for name in ("a", "b"):
+        (tmp_path / name / "trajectory.json").unlink()
+    found = r"config\.json:1: rows of unknown format" if row_format == "auto" else "Found only: JSON files of a directory"
+    with pytest.raises(DataError, match=found):
+        convert_source(str(tmp_path), tmp_path / "out.rows", row_format)
+
+
+def test_rows_of_unknown_format_in_a_directory_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"messages": TRAJECTORY}])
+    (tmp_path / "b.json").write_text(json.dumps([{"question": "?", "reply": "!"}] * 2))
+    with pytest.raises(DataError, match=r"b\.json:1: rows of unknown format"):
+        read(str(tmp_path))
+    (tmp_path / "b.json").unlink()
+    write(tmp_path / "b.jsonl", [{"question": "?", "reply": "!"}])
+    with pytest.raises(DataError, match=r"b\.jsonl:1: rows of unknown format"):
+        read(str(tmp_path))
+
+
 def test_a_directory_of_many_small_files_in_folders_is_read_by_name(tmp_path: Path) -> None:
     for i in range(30):
         folder = tmp_path / f"project-{i % 3}"

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _SYNTHETIC_SPLITS = ("pretrain", "train", "varied", "reasoned", "shuffled", "pairs")
 _NUM_SHOWN = 10
 _TABLES = (".csv", ".parquet", ".arrow")  # files whose empty cells are no part of a row
+_JSON_FILE = re.compile(r"\.json(?:\.gz|\.zst)?$", re.IGNORECASE)
 _NUM_SAMPLED = 1_000  # rows that show the columns of a source that cannot be read
 _NUM_PEEKED = 20  # rows that show whether a source is a log
 # Every spelling of a row's reasoning has a key or a text that starts with one of these words, or a part of these in a
@@ -367,14 +368,40 @@ def _scan_files(
     path: str, row_format: str, columns: Columns, is_wanted: IsWanted | None, tools: tuple[Tool, ...]
 ) -> Iterator[UnreadRow]:
     context = ReadContext(columns, tools)
-    for file in [path] if path.startswith("hf:") else list_files(path):
+    files = [path] if path.startswith("hf:") else list_files(path)
+    first_foreign: tuple[str, int, Any] | None = None
+    num_foreign = 0
+    for file in files:
         is_known = row_format != "auto"
-        for line, value in _expand_logs(_scan_file(file, context, is_wanted), row_format, context):
+        rows = _scan_file(file, context, is_wanted)
+        if len(files) > 1 and _JSON_FILE.search(file):
+            head = list(islice(rows, 2))
+            if len(head) == 1 and _is_foreign(head[0][1], row_format, context):
+                first_foreign = first_foreign or (file, *head[0])
+                num_foreign += 1
+                if num_foreign == len(files) and not is_known:
+                    _has_known_format(*first_foreign, context)  # raises the error of the first file
+                yield UnreadRow(file, head[0][0], LeftOut("file_left_out"))
+                continue
+            rows = chain(head, rows)
+        for line, value in _expand_logs(rows, row_format, context):
             if not is_known and not isinstance(value, LeftOut):
                 is_known = _has_known_format(file, line, value, context)
             if isinstance(value, RowError):
                 value = Defect(file, line, value.pointer, value.kind, value.reason)
             yield UnreadRow(file, line, value)
+
+
+def _is_foreign(value: Any, row_format: str, context: ReadContext) -> bool:
+    """Return True for an object of no row format, as one that describes a run in a file beside those of its rows."""
+    row = _decode_object(value, context)
+    if not isinstance(row, dict):
+        return False
+    try:
+        mapped = map_columns(row, context.columns)
+    except RowError:
+        return False
+    return detect_row_format(mapped) is None and (row_format == "auto" or not ROW_FORMATS[row_format].matches(mapped))
 
 
 def _expand_logs(rows: Iterator[tuple[int, Any]], row_format: str, context: ReadContext) -> Iterator[tuple[int, Any]]:

@@ -164,6 +164,7 @@ NOTE_KINDS: dict[str, str] = {
 
 LEFT_OUT_KINDS: dict[str, str] = {
     "answer_failed": "records whose answer failed, was cut off or rejected, or whose run did not solve its task",
+    "file_left_out": "JSON files of a directory that hold a single object of no row format, as descriptions of runs",
     "folded_record": "records whose messages, up to their last answer, are the beginning of a longer record's",
     "not_selected": "records that do not meet the conditions (where)",
     "repeated_record": "records that equal a later one, up to their last answer",
