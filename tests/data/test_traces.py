@@ -905,6 +905,72 @@ def test_written_rows_of_a_run_stay_together_and_what_was_left_out_is_counted(tm
         assert Counter(find_split(row, source) for row in rows) == expected
 
 
+def make_requests(shape: str, num_requests: int = 3) -> list[Row]:
+    """The requests of an agent's run without their responses: each but the first ends with what follows an answer."""
+    messages, requests = [user("Weather in Oslo?")], []
+    for i in range(num_requests):
+        requests.append([*messages])
+        messages += [assistant(use(f"c{i}")), user([result(f"c{i}")])]
+    if shape == "anthropic":
+        tool = {"name": "get_weather", "input_schema": FUNCTION["parameters"]}
+        return [{"max_tokens": 9, "stop_sequences": [], "tools": [tool], "messages": m} for m in requests]
+    items = [
+        [
+            {"type": "message", "role": "user", "content": message["content"]}
+            if isinstance(message["content"], str)
+            else {"type": "function_call", "name": "get_weather", "arguments": "{}", "call_id": block["id"]}
+            if (block := message["content"][0])["type"] == "tool_use"
+            else {"type": "function_call_output", "call_id": block["tool_use_id"], "output": "3 degrees"}
+            for message in request
+        ]
+        for request in requests
+    ]
+    return [{"input": listed, "tools": [{"type": "function", **FUNCTION}]} for listed in items]
+
+
+@pytest.mark.parametrize("shape", ["anthropic", "responses"])
+def test_a_log_of_requests_is_one_conversation(shape: str, tmp_path: Path) -> None:
+    requests = make_requests(shape)
+    for order in (requests, requests[::-1], [requests[0], *requests]):
+        path = write(tmp_path / "rows.jsonl", order)
+        (row,) = read(path)
+        assert isinstance(row, ParsedRow), row
+        assert len(row.conversation.messages) == 5
+        assert count_left_out(path).total() == len(order) - 1
+    (defect,) = read(write(tmp_path / "rows.jsonl", requests[:1]))
+    assert isinstance(defect, Defect)
+    assert defect.kind == "no_assistant"
+
+
+def test_a_log_behind_other_rows_is_folded_and_they_are_not(tmp_path: Path) -> None:
+    plain = [{"messages": [user(f"{i}?"), {"role": "assistant", "content": "x"}]} for i in range(11)]
+    longer = [{"messages": [*row["messages"], *TRAJECTORY[1:2], TRAJECTORY[4]]} for row in plain]
+    write(tmp_path / "a.jsonl", [*plain, *longer])
+    write(tmp_path / "b.jsonl", make_requests("anthropic"))
+    assert len(read(str(tmp_path))) == 23
+    assert count_left_out(str(tmp_path)) == {"folded_record": 2}
+    assert len(list(scan_source(str(tmp_path), fold="never"))) == 25
+    report = convert_source(str(tmp_path), tmp_path / "out.rows", fold="always")
+    assert (report.rows, report.left_out) == (12, {"folded_record": 13})
+
+
+def test_rows_that_are_always_folded_keep_their_run(tmp_path: Path) -> None:
+    begun = [user("Hi"), {"role": "assistant", "content": "Hello."}]
+    branches = [{"messages": [*begun, user(text), {"role": "assistant", "content": "x"}]} for text in ("A?", "B?")]
+    path = write(tmp_path / "rows.jsonl", [{**row, "tools": SWE["tools"]} for row in ({"messages": begun}, *branches)])
+    converted, augmented = tmp_path / "out.jsonl", tmp_path / "more.jsonl"
+    convert_source(path, converted, fold="always")
+    kinds = ["--kinds", "paraphrase=100%", "--fold", "always"]
+    assert main(["data", "augment", path, str(augmented), *kinds]) == 0
+    source = SourceConfig(path=path, fold="always")
+    rows = [row for row in parse_source(path, fold="always") if isinstance(row, ParsedRow)]
+    (split,) = {find_split(row, source) for row in rows}
+    for file in (converted, augmented):
+        written = [row for row in parse_source(str(file)) if isinstance(row, ParsedRow)]
+        assert [row.run for row in written] == [f"{split:016x}"] * 2
+    assert all("metadata" not in row.raw for row in rows)
+
+
 def test_a_large_file_of_sessions_is_read_from_disk_and_a_full_disk_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,6 +216,7 @@ class RowReader:
         tools: Tools of the rows that have none.
         keeps_questions: Keep rows whose right answer is no call, and that have no text of it; else they are defects.
         selection: Which rows are read, and which of their turns are context.
+        keeps_requests: Keep requests without an answer, which are the beginning of others; else they are defects.
     """
 
     def __init__(
@@ -225,11 +226,14 @@ class RowReader:
         tools: tuple[Tool, ...] = (),
         keeps_questions: bool = False,
         selection: Selection = DEFAULT_SELECTION,
+        keeps_requests: bool = False,
     ):
         self.row_format = row_format
         self._selection = selection
         keeps_failed, trains_wrong_turns = selection.failed == "keep", selection.wrong_turns == "train"
-        self._context = ReadContext(columns, tools, keeps_questions, keeps_failed, trains_wrong_turns)
+        self._context = ReadContext(
+            columns, tools, keeps_questions, keeps_failed, trains_wrong_turns, keeps_requests=keeps_requests
+        )
 
     def read(self, row: UnreadRow) -> ParsedRow | Defect | LeftOut:
         """Return the conversation of a row, its defect, or the reason why it is left out."""
@@ -470,7 +474,10 @@ def _attach_left_out(rows: Iterator[UnreadRow], path: str) -> Iterator[UnreadRow
 def _fold(
     path: str, row_format: str, columns: Columns, fold: Fold, selection: Selection, tools: tuple[Tool, ...]
 ) -> Iterator[UnreadRow]:
-    """Yield rows as ``_scan`` does, with those that others continue as left out; reads a log twice."""
+    """Yield rows as ``_scan`` does, with those that others continue as left out; reads a log twice.
+
+    Rows of other formats beside a log's records are left out with ``fold: always`` only.
+    """
     rows = _scan(path, row_format, columns, None, tools)
     head: list[UnreadRow] = []
     failure: DataError | None = None
@@ -478,7 +485,7 @@ def _fold(
         head += islice(rows, _NUM_PEEKED)
     except DataError as error:
         failure = error
-    if fold == "auto" and not any(_is_log(row, row_format, columns) for row in head):
+    if fold == "auto" and not _holds_log(path, head, row_format, columns):
         yield from head
         if failure is not None:
             raise failure
@@ -488,11 +495,17 @@ def _fold(
 
     # Rows whose tools are given later are comparable, too. The record that ends with a call does not know its result.
     unweighted = replace(selection, wrong_turns="train")
-    index, reader = FoldIndex(), RowReader(row_format, columns, (Tool({"name": ""}),), selection=unweighted)
+    index, given = FoldIndex(), (Tool({"name": ""}),)
+    reader = RowReader(row_format, columns, given, selection=unweighted, keeps_requests=True)
+
+    def read(row: UnreadRow) -> Conversation | None:
+        parsed = reader.read(row)
+        is_foldable = isinstance(parsed, ParsedRow) and (parsed.is_record or fold == "always")
+        return parsed.conversation if isinstance(parsed, ParsedRow) and is_foldable else None
+
     try:
         for row in chain(head, rows):
-            parsed = reader.read(row)
-            index.add(parsed.conversation if isinstance(parsed, ParsedRow) else None)
+            index.add(read(row))
     except DataError:
         pass  # raised again below, after the rows before
     masks = zip(*index.find_folded(), index.find_changed(), strict=True)
@@ -502,9 +515,28 @@ def _fold(
         if begins or equals:
             yield row._replace(value=LeftOut("folded_record" if begins else "repeated_record"))
             continue
-        kept = reader.read(row) if index.has_reasoning else None
-        reasoning = index.find_reasoning(kept.conversation) if isinstance(kept, ParsedRow) else None
+        kept = read(row) if index.has_reasoning else None
+        reasoning = index.find_reasoning(kept) if kept is not None else None
         yield row._replace(is_changed=bool(is_changed), reasoning=reasoning) if is_changed or reasoning else row
+
+
+def _holds_log(path: str, head: list[UnreadRow], row_format: str, columns: Columns) -> bool:
+    """Return True if a source's first rows show a log, or the first of any of its files of JSON."""
+    if any(_is_log(row, row_format, columns) for row in head):
+        return True
+    if row_format != "auto" or not os.path.isdir(path):
+        return False
+    seen, context = {row.file for row in head}, ReadContext(columns)
+    for file in list_files(path):
+        if file in seen or file.lower().endswith(_TABLES):  # tables of a directory are of one format
+            continue
+        with contextlib.suppress(DataError):
+            for line, value in islice(_scan_file(file, context, None), _NUM_PEEKED):
+                if isinstance(_decode_object(value, context), dict):
+                    if _is_log(UnreadRow(file, line, value), row_format, columns):
+                        return True
+                    break
+    return False
 
 
 def _is_log(row: UnreadRow, row_format: str, columns: Columns) -> bool:

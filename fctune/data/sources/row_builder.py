@@ -373,6 +373,7 @@ class RowBuilder:
             self._remove_argument_filling()
         if self.notes.get("null_key_dropped"):
             self.notes["filled_row"] = 1
+        is_question = is_question or self.context.keeps_requests
         if not is_question and not any(message.role == "assistant" for message in self.messages):
             raise RowError("", "no_assistant", "no assistant message to train on")
         self.tools = self.tools or self.context.default_tools
