@@ -139,6 +139,28 @@ class FoldIndex:
         return found
 
 
+class BeginningIndex:
+    """Finds conversations that another one continues, as records of a log are if they are not folded."""
+
+    def __init__(self) -> None:
+        self._hashes = _Hashes()
+
+    def add(self, conversation: Conversation) -> None:
+        """Add the next conversation."""
+        tools = _hash(",".join(tool.to_json() for tool in conversation.tools), 0)
+        hashes = _iter_hashes(conversation, has_reasoning=False, has_weights=True)
+        values = [
+            value ^ tools or 1
+            for message, value in zip(conversation.messages, hashes, strict=True)
+            if message.role == "assistant"
+        ]
+        self._hashes.add(values[-1] if values else 0, values[:-1])
+
+    def find(self) -> list[int]:
+        """Return the numbers of those conversations, from 0."""
+        return [int(number) for number in np.flatnonzero(self._hashes.find_continued())]
+
+
 class _Hashes:
     """Hashes of records, and of the beginnings of all records, each once."""
 
