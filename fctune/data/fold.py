@@ -16,7 +16,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, islice
 
 import numpy as np
 import xxhash
@@ -34,12 +34,9 @@ _MAX_PENDING = 2**20  # hashes between two removals of repeated ones
 
 def hash_beginning(conversation: Conversation) -> int:
     """Return a hash of a conversation up to its first answer, which the records and branches of a run share."""
-    value = 0
-    hashes = _iter_hashes(conversation, has_reasoning=False, has_weights=False)
-    for message, value in zip(conversation.messages, hashes, strict=True):
-        if message.role == "assistant":
-            break
-    return value
+    roles = [message.role for message in conversation.messages]
+    length = roles.index("assistant") + 1 if "assistant" in roles else len(roles)
+    return next(islice(_iter_hashes(conversation, has_reasoning=False, has_weights=False), length - 1, None))
 
 
 def find_run(parsed: ParsedRow, fold: Fold = "auto") -> str | None:

@@ -160,7 +160,9 @@ def test_branches_of_a_run_and_what_continues_a_conversation_are_on_one_side(wri
 
     runs = [record(f"City {n}?", f"It is {n}.", f"{more} {n}?", "Yes.") for n in range(14) for more in ("And", "Or")]
     plain = [row(f"{n}: what next?", ["one", "two"], "Hi.") for n in range(14)]
-    longer = [row(f"{n}: what next?", ["one", "two"], "Hi.", {"role": "user", "content": f"{n}"}, "No.") for n in range(14)]
+    longer = [
+        row(f"{n}: what next?", ["one", "two"], "Hi.", {"role": "user", "content": f"{n}"}, "No.") for n in range(14)
+    ]
     sources = [str(write_rows(rows, f"{name}.jsonl")) for name, rows in (("a", runs), ("b", [*plain, *longer]))]
     for fold, paths in (("auto", sources), ("always", sources[1:])):
         cases = make_row_cases(paths, fold=fold).cases  # type: ignore[arg-type]
