@@ -695,6 +695,9 @@ def test_rows_of_unknown_format_in_a_directory_are_refused(tmp_path: Path) -> No
     (tmp_path / "b.json").write_text(json.dumps([{"question": "?", "reply": "!"}] * 2))
     with pytest.raises(DataError, match=r"b\.json:1: rows of unknown format"):
         read(str(tmp_path))
+    write(tmp_path / "b.json", [{"chosen": TRAJECTORY, "rejected": TRAJECTORY}])
+    with pytest.raises(DataError, match=r"b\.json:1: rows of unknown format.* Rows of preference pairs need"):
+        read(str(tmp_path))
     (tmp_path / "b.json").unlink()
     write(tmp_path / "b.jsonl", [{"question": "?", "reply": "!"}])
     with pytest.raises(DataError, match=r"b\.jsonl:1: rows of unknown format"):

@@ -28,6 +28,7 @@ from fctune.data.sources.row_formats.registry import (
     describe_keys,
     describe_row_formats,
     detect_row_format,
+    is_pair,
     list_columns,
     read_row,
 )
@@ -405,7 +406,8 @@ def _is_foreign(value: Any, row_format: str, context: ReadContext) -> bool:
         mapped = map_columns(row, context.columns)
     except RowError:
         return False
-    return detect_row_format(mapped) is None and (row_format == "auto" or not ROW_FORMATS[row_format].matches(mapped))
+    is_known = is_pair(mapped) or (row_format != "auto" and ROW_FORMATS[row_format].matches(mapped))
+    return not is_known and detect_row_format(mapped) is None
 
 
 def _expand_logs(rows: Iterator[tuple[int, Any]], row_format: str, context: ReadContext) -> Iterator[tuple[int, Any]]:
