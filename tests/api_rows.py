@@ -536,6 +536,7 @@ DEFECTS: list[tuple[str, str, Any, str, str]] = [
     ("responses: a log", "input.0", {"type": "item_reference", "id": "msg_0"}, "history_missing", "input[0]"),
     ("responses: a log", "prompt", {"id": "pmpt_1"}, "history_missing", "prompt"),
     ("gemini: a log", "cachedContent", "cachedContents/1", "history_missing", "cachedContent"),
+    ("log: Langfuse", "input", None, "history_missing", ""),
     # Answers that must not be imitated.
     ("anthropic: a log", "response.stop_reason", "max_tokens", FAILED, "response.stop_reason"),
     ("anthropic: a log", "response", {"type": "error", "error": {"message": "Overloaded"}}, FAILED, "response.error"),
@@ -554,14 +555,46 @@ DEFECTS: list[tuple[str, str, Any, str, str]] = [
     ("log: Langfuse", "level", "ERROR", FAILED, "level"),
     ("log: Langfuse", "output", None, FAILED, "output"),
     ("log: LangSmith around OpenAI", "error", "RateLimitError('slow down')", FAILED, "error"),
+    *(
+        ("langchain: messages", "messages.5.response_metadata", {key: reason}, FAILED, "")
+        for key, reason in (
+            *(("finish_reason", "length"), ("finish_reason", "MAX_TOKENS"), ("stop_reason", "max_tokens")),
+            *(("done_reason", "length"), ("stopReason", ["max_tokens"]), ("status", "incomplete")),
+        )
+    ),
+    (
+        "langchain: serialised",
+        "messages.5.kwargs.response_metadata",
+        {"finish_reason": "length"},
+        FAILED,
+        "messages[5].kwargs.response_metadata.finish_reason",
+    ),
+    ("log: LangSmith with all messages in the output", "outputs.stop_reason", "max_tokens", FAILED, ""),
+    ("log: LangSmith with all messages in the output", "outputs.messages.5.stop_reason", "max_tokens", FAILED, ""),
+    ("log: LangSmith dataset", "outputs.messages.0.finish_reason", "length", FAILED, ""),
     ("prompt_completion: TRL", "label", False, FAILED, "label"),
+    # Records that are not of a model call.
+    ("log: Langfuse", "type", "SPAN", "span_left_out", "type"),
+    ("log: LangSmith around OpenAI", "run_type", "chain", "span_left_out", "run_type"),
     # Rows of another shape than their format's.
-    ("log: Langfuse", "type", "SPAN", "message_shape", "type"),
-    ("log: LangSmith around OpenAI", "run_type", "chain", "message_shape", "run_type"),
     ("log: LiteLLM", "response.choices.1", {"message": {}}, "message_shape", "response.choices"),
     ("log: LangSmith with all messages in the output", "outputs.messages.1.content", "Else?", "message_shape", ""),
     ("anthropic: a log", "messages.0.role", "critic", "unknown_role", "messages[0].role"),
     ("anthropic: a log", "messages.1.content.4", {"type": "text", "text": "Wait."}, "text_around_call", ""),
+    (
+        "langchain: messages",
+        "messages.2.content",
+        [{"type": "tool_use", "id": "call_1"}, {"type": "text", "text": "Done."}],
+        "text_around_call",
+        "messages[2].content[1]",
+    ),
+    (
+        "langchain: messages",
+        "messages.2.content",
+        [{"type": "tool_use", "id": "call_1"}, {"type": "thinking", "thinking": "Hm."}],
+        "message_shape",
+        "messages[2].content[1]",
+    ),
     ("langchain: messages", "messages.2.invalid_tool_calls", [{"args": "{"}], "arguments_not_json", ""),
     ("responses: a log", "input.3.arguments", "{", "arguments_not_json", "input[3].arguments"),
     ("anthropic: a log", "messages.1.content.2.input", "x", "arguments_not_json", "messages[1].content[2].input"),

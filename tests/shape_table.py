@@ -32,7 +32,7 @@ SOURCES = {
     "otel": ("semantic-conventions-genai 0.1.0", "opentelemetry-proto and -semantic-conventions"),
     "prompt_completion": ("TRL's dataset formats", "none published"),
     "responses": ("Responses API reference; NeMo Gym's data sets", "openai 3.57"),
-    "swe_trajectory": ("SWE-smith's and nebius' columns", "messages: openai 3.57"),
+    "swe_trajectory": ("SWE-smith's `collect_trajs.py`; nebius' columns", "trajectory: openai 3.57"),
 }
 
 
@@ -81,7 +81,7 @@ def make_table() -> str:
         path = Path(folder) / "rows.jsonl"
         for name, kind, rows in _iter_fixtures():
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            needs_tools = name in ("claude_code", "codex") and kind == "shape"
+            needs_tools = name in ("claude_code", "codex", "swe_trajectory") and kind == "shape"
             reader = RowReader(tools=(Tool(trace_rows.FUNCTION),) if needs_tools else ())
             for row in map(reader.read, scan_source(str(path))):
                 if kind == "shape":

@@ -178,6 +178,30 @@ TRAJECTORY = [
     {"role": "assistant", "content": "It is 3 degrees."},
 ]
 SWE = {"instance_id": "x__1", "trajectory": TRAJECTORY, "tools": [{"type": "function", "function": FUNCTION}]}
+AGENT = {"agent": "main"}
+SWE_SMITH = {
+    "messages": [
+        {**TRAJECTORY[0], **AGENT, "message_type": "system_prompt"},
+        {**TRAJECTORY[1], **AGENT, "message_type": "observation"},
+        {
+            **TRAJECTORY[2],
+            **AGENT,
+            "content": "",
+            "thought": "",
+            "action": "get_weather Oslo",
+            "thinking_blocks": [],
+            "message_type": "action",
+        },
+        {"role": "tool", "content": "3 degrees", **AGENT, "message_type": "observation", "tool_call_ids": ["c1"]},
+        {**TRAJECTORY[4], **AGENT, "thought": "It is 3 degrees.", "action": "", "message_type": "action"},
+    ],
+    "instance_id": "x__1",
+    "resolved": True,
+    "model": "m",
+    "traj_id": "x__1.ab",
+    "patch": "diff --git a/x b/x",
+}
+"""A row as SWE-smith's ``collect_trajs.py`` writes it of SWE-agent's history."""
 
 
 def otlp_logs(attributes: Row) -> Row:
@@ -199,6 +223,7 @@ SHAPES: dict[str, tuple[list[Any], str]] = {
     "a rollout of Codex": (ROLLOUT, "codex"),
     "a trajectory column": ([SWE], "swe_trajectory"),
     "a trajectory column as JSON": ([{**SWE, "trajectory": json.dumps(TRAJECTORY)}], "swe_trajectory"),
+    "messages of SWE-smith": ([SWE_SMITH], "swe_trajectory"),
 }
 
 

@@ -28,7 +28,7 @@ from fctune.data.conversation_encoder import (
     get_defect_kind,
     make_limit_error,
 )
-from fctune.data.fold import hash_beginning
+from fctune.data.fold import find_run
 from fctune.data.long_conversations import cut_conversation, measure, split_conversation
 from fctune.data.pairs import Pair, PairError, PairReader, encode_pair
 from fctune.data.redaction import Redaction, SecretScreen
@@ -415,11 +415,8 @@ def list_sources(config: DataConfig) -> list[SourceConfig]:
 
 def find_split(parsed: ParsedRow | Pair, source: SourceConfig) -> int:
     """Return the hash that decides a row's split; equal for the records of a run, and for what is made of a row."""
-    if isinstance(parsed, ParsedRow) and parsed.run is not None:
-        return int(parsed.run, 16)
-    if isinstance(parsed, ParsedRow) and parsed.mark is None and (parsed.is_record or source.fold == "always"):
-        return hash_beginning(parsed.conversation)
-    return int(parsed.digest(), 16)
+    run = find_run(parsed, source.fold) if isinstance(parsed, ParsedRow) else None
+    return int(parsed.digest() if run is None else run, 16)
 
 
 def _to_bits(form: Form, parsed: ParsedRow | Pair) -> int:

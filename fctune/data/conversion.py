@@ -203,7 +203,7 @@ def convert_source(
     report.secrets.searched = list(screen.scanner.kinds)
     with contextlib.closing(chooser), open_atomically(out) as file:
         for row in islice(scan_source(path, row_format, columns, fold, selection, tools), max_samples):
-            line = _convert(row, reader, report, tools, chooser, screen)
+            line = _convert(row, reader, report, tools, chooser, screen, fold)
             if line is not None:
                 file.write(line)
             if on_progress is not None and report.rows % _PROGRESS_ROWS == 0:
@@ -269,6 +269,7 @@ def _convert(
     tools: tuple[Tool, ...],
     chooser: _Chooser,
     screen: SecretScreen,
+    fold: Fold,
 ) -> str | None:
     """Return the line of a converted row, with its end, or None if it is left out; adds to the report in place."""
     report.left_out.update(row.left_out or {})
@@ -279,7 +280,7 @@ def _convert(
     report.rows += 1
     if isinstance(parsed, ParsedRow):
         gets_tools = bool(tools) and parsed.conversation.tools is tools
-        parsed, redaction = screen.screen(with_run(parsed))
+        parsed, redaction = screen.screen(with_run(parsed, fold))
         converted = to_openai_row(parsed.conversation)
         if isinstance(parsed.raw.get("parallel_tool_calls"), bool):
             converted["parallel_tool_calls"] = parsed.raw["parallel_tool_calls"]

@@ -1,7 +1,9 @@
-"""Records of logs whose messages, up to their last answer, are the beginning of a later record's.
+"""Records of logs whose messages, up to their last answer, are the beginning of another record's.
 
 An agent's run of n model calls is logged as n records, each with all messages before it. Trained as they are, early
 turns count n times, and one conversation is on both sides of a split.
+
+Logs of requests alone begin with one that has no answer yet, which is the beginning of those that have it.
 
 Many clients don't send reasoning back, so that only the record that ends with a turn has its reasoning. Messages are
 compared without it, and the kept record gets the reasoning of its turns from the others.
@@ -14,11 +16,12 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, islice
 
 import numpy as np
 import xxhash
 
+from fctune.config.sections.data import Fold
 from fctune.data.call_ids import write_names_into_ids
 from fctune.data.conversation import Conversation
 from fctune.data.sources.row_builder import ParsedRow
@@ -31,20 +34,26 @@ _MAX_PENDING = 2**20  # hashes between two removals of repeated ones
 
 def hash_beginning(conversation: Conversation) -> int:
     """Return a hash of a conversation up to its first answer, which the records and branches of a run share."""
-    hashes = _iter_hashes(conversation, has_reasoning=False, has_weights=False)
-    values = zip(conversation.messages, hashes, strict=True)
-    return next(value for message, value in values if message.role == "assistant")
+    roles = [message.role for message in conversation.messages]
+    length = roles.index("assistant") + 1 if "assistant" in roles else len(roles)
+    return next(islice(_iter_hashes(conversation, has_reasoning=False, has_weights=False), length - 1, None))
 
 
-def with_run(parsed: ParsedRow) -> ParsedRow:
-    """Return a log's record with its run in the metadata, by which the written row stays with the run's others."""
-    if not parsed.is_record or parsed.provenance.keys() & {"run", "augmented"}:
+def find_run(parsed: ParsedRow, fold: Fold = "auto") -> str | None:
+    """Return the digest of the run that a row is of; None for rows that are neither a log's nor all folded."""
+    if parsed.run is not None or parsed.mark is not None:
+        return parsed.run
+    return f"{hash_beginning(parsed.conversation):016x}" if parsed.is_record or fold == "always" else None
+
+
+def with_run(parsed: ParsedRow, fold: Fold = "auto") -> ParsedRow:
+    """Return a row with its run in the metadata, by which the written row stays with the run's others."""
+    run = find_run(parsed, fold)
+    if run is None or parsed.run is not None:
         return parsed
     metadata = parsed.raw.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
-    return replace(
-        parsed, raw={**parsed.raw, "metadata": {**metadata, "run": f"{hash_beginning(parsed.conversation):016x}"}}
-    )
+    return replace(parsed, raw={**parsed.raw, "metadata": {**metadata, "run": run}})
 
 
 class FoldIndex:
@@ -61,7 +70,7 @@ class FoldIndex:
         self._ambiguous: set[int] = set()  # beginnings that had several reasonings
 
     def add(self, conversation: Conversation | None) -> None:
-        """Add the next record; None for one that cannot be read, which is never folded."""
+        """Add the next record; None for one that is never folded, as it cannot be read or is not a log's."""
         if conversation is None:
             for hashes in (self._exact, self._records, self._messages):
                 hashes.add(0, ())
@@ -72,9 +81,12 @@ class FoldIndex:
         exact = list(_iter_hashes(conversation, has_reasoning=True, has_weights=True))
         # What follows the last answer, as in a session that was interrupted, is not trained.
         answers = [message.role == "assistant" for message in conversation.messages]
-        while len(answers) > 1 and not answers[-1]:
+        while any(answers) and not answers[-1]:
             del answers[-1], bare[-1], exact[-1]
         last = conversation.messages[len(answers) - 1]
+        first = answers.index(True) if any(answers) else 0
+        if first:
+            answers[first - 1] = True  # the end of the first request
         answers[-1] = False
         for hashes, values, key in (
             (self._exact, exact, tools),
@@ -82,7 +94,7 @@ class FoldIndex:
             (self._messages, bare, 0),
         ):
             hashes.add(values[-1] ^ key or 1, [value ^ key for value in compress(values, answers)])
-        if reasoning := last.reasoning:
+        if (reasoning := last.reasoning) and last.role == "assistant":
             self._add_reasoning(bare[-1] ^ tools or 1, zlib.compress(reasoning.encode("utf-8", "surrogatepass"), 1))
 
     def _add_reasoning(self, beginning: int, reasoning: bytes) -> None:
@@ -122,6 +134,28 @@ class FoldIndex:
                 if reasoning is not None:
                     found[i] = zlib.decompress(reasoning).decode("utf-8", "surrogatepass")
         return found
+
+
+class BeginningIndex:
+    """Finds conversations that another one continues, as records of a log are if they are not folded."""
+
+    def __init__(self) -> None:
+        self._hashes = _Hashes()
+
+    def add(self, conversation: Conversation) -> None:
+        """Add the next conversation."""
+        tools = _hash(",".join(tool.to_json() for tool in conversation.tools), 0)
+        hashes = _iter_hashes(conversation, has_reasoning=False, has_weights=True)
+        values = [
+            value ^ tools or 1
+            for message, value in zip(conversation.messages, hashes, strict=True)
+            if message.role == "assistant"
+        ]
+        self._hashes.add(values[-1] if values else 0, values[:-1])
+
+    def find(self) -> list[int]:
+        """Return the numbers of those conversations, from 0."""
+        return [int(number) for number in np.flatnonzero(self._hashes.find_continued())]
 
 
 class _Hashes:

@@ -193,6 +193,24 @@ def test_a_log_may_begin_with_a_call_that_failed(claim: str, tmp_path: Path) -> 
     assert left_out == {"answer_failed": 1}
 
 
+def test_records_that_are_not_of_a_model_call_are_counted_in_any_order(tmp_path: Path) -> None:
+    empty = {"input": None, "output": None}
+    others = [
+        {"type": "SPAN", "traceId": "t", **empty},
+        {"type": "GENERATION", "traceId": "t", **empty},
+        api_rows.langfuse({"query": "Paris"}, {"found": True}, type="TOOL"),
+        api_rows.langsmith({"question": "?"}, None, run_type="chain"),
+        api_rows.langfuse(None, {"found": True}, type="TOOL"),
+    ]
+    path = tmp_path / "log.jsonl"
+    for rows in ([*others, SHAPES["log: Langfuse"]], [SHAPES["log: Langfuse"], *others]):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        left_out: Counter[str] = Counter()
+        (row,) = parse_source(str(path), left_out=left_out)
+        assert isinstance(row, ParsedRow)
+        assert left_out == {"span_left_out": 4, "span_without_content": 1}
+
+
 @pytest.mark.parametrize("shape", ["anthropic: a log", "log: Langfuse around Anthropic"])
 def test_an_answer_whose_beginning_the_request_gave_is_one_turn(shape: str) -> None:
     row = copy.deepcopy(SHAPES[shape])

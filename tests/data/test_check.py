@@ -103,6 +103,20 @@ def test_every_kind_of_warning_is_found(tmp_path: Path) -> None:
     assert WARNING_KINDS.keys() - kinds(report).keys() == set()
 
 
+def test_rows_that_other_rows_continue_are_a_warning(tmp_path: Path) -> None:
+    rows = [make_row(f"{n}?") for n in range(4)]
+    longer = [{"messages": [*row["messages"], *make_row("And Rome?")["messages"]]} for row in rows[1:3]]
+    context = {"messages": [rows[3]["messages"][0], {**rows[3]["messages"][1], "weight": 0}, *longer[0]["messages"]]}
+    path = write_rows(tmp_path / "rows.jsonl", [*longer, *rows, context, rows[1]])
+    report = check_sources([path])
+    assert kinds(report) == {"begins_another": 3}
+    (finding,) = report.warning_kinds
+    assert [example.line for example in finding.examples] == [4, 5, 8]
+    assert "--fold always" in render(report)
+    folded = check_sources([path], fold="always")
+    assert (kinds(folded), folded.left_out) == ({}, {"folded_record": 3})
+
+
 def test_the_report_is_json_of_its_version() -> None:
     report = check_sources(
         [DEFECTS], encode=lambda conversation: (10, 3), seq_len=8, validation=[DEFECTS], eval_suites=[DEFECTS]

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,24 @@ def test_a_truncated_gzip_file_is_rejected_after_the_rows_before(tmp_path: Path)
     assert int(str(raised.value).split(":")[1]) > 3000
 
 
+@pytest.mark.parametrize("ending", ["\\n", '\\"', "\\\\"], ids=["escape", "quote", "backslash"])
+def test_a_row_of_one_huge_text_in_a_list_is_one_defect(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fctune.data.sources.files.MAX_ROW_BYTES", 100)
+    small = json.dumps(make_row("after"))
+    for size in (10, 90, 500, 5_000):
+        for row in (f'{{"a": "{"x" * size}{ending}"}}', f'{{"a": [{"1, " * size}2], "b": "{ending}"}}'):
+            path = write(tmp_path / "rows.json", f"[{row},\n{small},\n{row}]")
+            for chunk_bytes in (7, 64, 10_000):
+                found = [(raw.line, raw.data and raw.data.decode()) for raw in open_rows(path, chunk_bytes)]
+                kept = row if len(row) <= 100 else None
+                assert found == [(1, kept), (2, small if len(small) <= 100 else None), (3, kept)], (size, chunk_bytes)
+    path = write(tmp_path / "rows.json", f'[{{"a": "{"x" * 5_000}')
+    with pytest.raises(DataError, match="does not end"):
+        list(open_rows(path))
+
+
 def test_a_row_too_large_is_one_defect_and_the_next_row_is_read(tmp_path: Path) -> None:
     big, small = json.dumps(make_row("x" * 50_000_000)), json.dumps(make_row("after"))
     assert read_lines(write(tmp_path / "rows.jsonl", f"{big}\n{small}\n")) == [(1, "row_too_large"), (2, "after")]
@@ -313,6 +332,10 @@ def test_a_state_file_of_another_program_is_a_file_like_others(name: str, tmp_pa
     write(tmp_path / "rows.jsonl", json.dumps(make_row()))
     (tmp_path / "rows.jsonl.d.jsonl").mkdir()
     write(tmp_path / name, json.dumps({"cursor": 1}))
+    left_out: Counter[str] = Counter()
+    assert len(list(parse_source(str(tmp_path), left_out=left_out))) == 1
+    assert left_out == {"file_left_out": 1}
+    (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(DataError, match=f"{name}:1: rows of unknown format"):
         list(read_source(str(tmp_path)))
     write(tmp_path / name, "[1")

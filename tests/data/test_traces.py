@@ -52,6 +52,7 @@ from tests.trace_rows import (
     SESSION,
     SHAPES,
     SWE,
+    SWE_SMITH,
     TRAJECTORY,
     Row,
     assistant,
@@ -127,7 +128,8 @@ DESCRIPTIONS = {"gen_ai.operation.name", "gen_ai.request.model"} | frozenset(
     re.findall(
         r"\w+",
         "name schema_version session_id version timestamp type uuid parentUuid sessionId cwd id model signature "
-        "stop_reason promptSource attributionSkill kind encrypted_content instance_id step_id stdout",
+        "stop_reason promptSource attributionSkill kind encrypted_content instance_id step_id stdout "
+        "agent message_type action traj_id patch",
     )
 )
 HOLDERS = frozenset(("metrics", "final_metrics", "usage", "origin", "toolUseResult", "attributes"))
@@ -180,13 +182,20 @@ FAILURES: dict[str, tuple[list[Any], str]] = {
         "attributes.gen_ai.response.finish_reasons",
     ),
     "a run that did not solve its task": ([{**SWE, "resolved": False}], "resolved"),
+    "a run of SWE-smith that did not": ([{**SWE_SMITH, "resolved": False, "tools": SWE["tools"]}], "resolved"),
+    "a run of SWE-smith, with its messages as JSON": (
+        [{**SWE_SMITH, "messages": json.dumps(TRAJECTORY), "resolved": "False", "tools": SWE["tools"]}],
+        "resolved",
+    ),
+    "a run of nebius that did not": ([{**SWE, "target": False}], "target"),
 }
 
 
 @pytest.mark.parametrize("claim", FAILURES)
 def test_failed_answers_and_runs_are_left_out_unless_asked_for(claim: str, tmp_path: Path) -> None:
     rows, pointer = FAILURES[claim]
-    path = write(tmp_path / "rows.jsonl", [*rows, SWE if "trajectory" in rows[0] else otlp(span("Again?"))])
+    is_run = "resolved" in rows[0] or "target" in rows[0]
+    path = write(tmp_path / "rows.jsonl", [*rows, SWE if is_run else otlp(span("Again?"))])
     (row,) = read(path)
     assert isinstance(row, ParsedRow)
     (unread, _) = scan_source(path)
@@ -226,8 +235,34 @@ def test_spans_that_are_no_answers_are_counted_and_a_file_of_such_spans_alone_is
     assert first.conversation.source.endswith(":2")
     assert second.conversation.source.endswith(":3")
     assert count_left_out(str(tmp_path / "trace.jsonl")) == {"span_left_out": 3, "span_without_content": 1}
-    with pytest.raises(DataError, match=r"no conversations\. Found only: spans that are not of a model call .*\(1\)"):
+    with pytest.raises(DataError, match=r"no conversations\. Found only: spans and records that are not .*\(1\)"):
         read(write(tmp_path / "other.jsonl", [otlp(tool_span)]))
+
+
+def test_spans_with_an_object_of_attributes_are_sorted_out_as_those_of_otlp(tmp_path: Path) -> None:
+    def flat(attributes: Row, **keys: Any) -> Row:
+        return {"name": "s", "context": {"trace_id": "0x5b", "span_id": "0xee"}, "attributes": attributes, **keys}
+
+    agent, tool = (span() | {"gen_ai.operation.name": name} for name in ("invoke_agent", "execute_tool"))
+    chat = {"gen_ai.operation.name": "chat"}
+    details = {"name": "gen_ai.client.inference.operation.details", "attributes": span("In an event?")}
+    others = [
+        *(flat({"http.method": "GET"}), flat(agent), flat({**tool, "gen_ai.input.messages": None}), flat(chat)),
+        {"name": "t", "attributes": {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "get_weather"}},
+    ]
+    lines = [*others, flat(span()), flat(chat, events=[details]), flat({**chat, "gen_ai.prompt.0.content": "Hi"})]
+    left_out = {"span_left_out": 4, "span_without_content": 1}
+    for rows in (lines, lines[::-1]):
+        path = write(tmp_path / "trace.jsonl", rows)
+        found = read(path)
+        assert sorted(texts(row)[1] or "" for row in found if isinstance(row, ParsedRow)) == [
+            *("In an event?", "Weather in Oslo?")
+        ]
+        assert [row.kind for row in found if isinstance(row, Defect)] == ["message_shape"]
+        assert count_left_out(path) == left_out
+    path = write(tmp_path / "mixed.jsonl", [{"messages": TRAJECTORY}, *others])
+    assert len(read(path)) == 1
+    assert count_left_out(path) == left_out
 
 
 def test_subagents_of_a_trajectory_are_conversations_of_their_own(tmp_path: Path) -> None:
@@ -639,6 +674,36 @@ def test_files_that_describe_sessions_are_no_rows(tmp_path: Path) -> None:
     assert sorted(texts(row)[0] or "" for row in read(str(project.parent))) == ["P?", "Weather in Oslo?"]
 
 
+@pytest.mark.parametrize("row_format", ["auto", "atif"])
+def test_files_of_a_directory_that_are_no_rows_are_counted(row_format: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "result.json", [{"task_name": name, "reward": 1.0}])
+        (tmp_path / name / "config.json").write_text(json.dumps({"agent": {"name": "x"}, "job": name}, indent=1))
+        (tmp_path / name / "trajectory.json").write_text(json.dumps(atif(session_id=name), indent=1))
+    report = convert_source(str(tmp_path), tmp_path / "out.rows", row_format, fold="never")
+    assert (report.rows, report.converted, report.left_out) == (2, 2, {"file_left_out": 4})
+    for name in ("a", "b"):
+        (tmp_path / name / "trajectory.json").unlink()
+    found = r"config\.json:1: rows of unknown format" if row_format == "auto" else "Found only: JSON files"
+    with pytest.raises(DataError, match=found):
+        convert_source(str(tmp_path), tmp_path / "out.rows", row_format)
+
+
+def test_rows_of_unknown_format_in_a_directory_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"messages": TRAJECTORY}])
+    (tmp_path / "b.json").write_text(json.dumps([{"question": "?", "reply": "!"}] * 2))
+    with pytest.raises(DataError, match=r"b\.json:1: rows of unknown format"):
+        read(str(tmp_path))
+    write(tmp_path / "b.json", [{"chosen": TRAJECTORY, "rejected": TRAJECTORY}])
+    with pytest.raises(DataError, match=r"b\.json:1: rows of unknown format.* Rows of preference pairs need"):
+        read(str(tmp_path))
+    (tmp_path / "b.json").unlink()
+    write(tmp_path / "b.jsonl", [{"question": "?", "reply": "!"}])
+    with pytest.raises(DataError, match=r"b\.jsonl:1: rows of unknown format"):
+        read(str(tmp_path))
+
+
 def test_a_directory_of_many_small_files_in_folders_is_read_by_name(tmp_path: Path) -> None:
     for i in range(30):
         folder = tmp_path / f"project-{i % 3}"
@@ -841,6 +906,72 @@ def test_written_rows_of_a_run_stay_together_and_what_was_left_out_is_counted(tm
     for file in (converted, augmented):
         rows = [row for row in parse_source(str(file)) if isinstance(row, ParsedRow)]
         assert Counter(find_split(row, source) for row in rows) == expected
+
+
+def make_requests(shape: str, num_requests: int = 3) -> list[Row]:
+    """The requests of an agent's run without their responses: each but the first ends with what follows an answer."""
+    messages, requests = [user("Weather in Oslo?")], []
+    for i in range(num_requests):
+        requests.append([*messages])
+        messages += [assistant(use(f"c{i}")), user([result(f"c{i}")])]
+    if shape == "anthropic":
+        tool = {"name": "get_weather", "input_schema": FUNCTION["parameters"]}
+        return [{"max_tokens": 9, "stop_sequences": [], "tools": [tool], "messages": m} for m in requests]
+    items = [
+        [
+            {"type": "message", "role": "user", "content": message["content"]}
+            if isinstance(message["content"], str)
+            else {"type": "function_call", "name": "get_weather", "arguments": "{}", "call_id": block["id"]}
+            if (block := message["content"][0])["type"] == "tool_use"
+            else {"type": "function_call_output", "call_id": block["tool_use_id"], "output": "3 degrees"}
+            for message in request
+        ]
+        for request in requests
+    ]
+    return [{"input": listed, "tools": [{"type": "function", **FUNCTION}]} for listed in items]
+
+
+@pytest.mark.parametrize("shape", ["anthropic", "responses"])
+def test_a_log_of_requests_is_one_conversation(shape: str, tmp_path: Path) -> None:
+    requests = make_requests(shape)
+    for order in (requests, requests[::-1], [requests[0], *requests]):
+        path = write(tmp_path / "rows.jsonl", order)
+        (row,) = read(path)
+        assert isinstance(row, ParsedRow), row
+        assert len(row.conversation.messages) == 5
+        assert count_left_out(path).total() == len(order) - 1
+    (defect,) = read(write(tmp_path / "rows.jsonl", requests[:1]))
+    assert isinstance(defect, Defect)
+    assert defect.kind == "no_assistant"
+
+
+def test_a_log_behind_other_rows_is_folded_and_they_are_not(tmp_path: Path) -> None:
+    plain = [{"messages": [user(f"{i}?"), {"role": "assistant", "content": "x"}]} for i in range(11)]
+    longer = [{"messages": [*row["messages"], *TRAJECTORY[1:2], TRAJECTORY[4]]} for row in plain]
+    write(tmp_path / "a.jsonl", [*plain, *longer])
+    write(tmp_path / "b.jsonl", make_requests("anthropic"))
+    assert len(read(str(tmp_path))) == 23
+    assert count_left_out(str(tmp_path)) == {"folded_record": 2}
+    assert len(list(scan_source(str(tmp_path), fold="never"))) == 25
+    report = convert_source(str(tmp_path), tmp_path / "out.rows", fold="always")
+    assert (report.rows, report.left_out) == (12, {"folded_record": 13})
+
+
+def test_rows_that_are_always_folded_keep_their_run(tmp_path: Path) -> None:
+    begun = [user("Hi"), {"role": "assistant", "content": "Hello."}]
+    branches = [{"messages": [*begun, user(text), {"role": "assistant", "content": "x"}]} for text in ("A?", "B?")]
+    path = write(tmp_path / "rows.jsonl", [{**row, "tools": SWE["tools"]} for row in ({"messages": begun}, *branches)])
+    converted, augmented = tmp_path / "out.jsonl", tmp_path / "more.jsonl"
+    convert_source(path, converted, fold="always")
+    kinds = ["--kinds", "paraphrase=100%", "--fold", "always"]
+    assert main(["data", "augment", path, str(augmented), *kinds]) == 0
+    source = SourceConfig(path=path, fold="always")
+    rows = [row for row in parse_source(path, fold="always") if isinstance(row, ParsedRow)]
+    (split,) = {find_split(row, source) for row in rows}
+    for file in (converted, augmented):
+        written = [row for row in parse_source(str(file)) if isinstance(row, ParsedRow)]
+        assert [row.run for row in written] == [f"{split:016x}"] * 2
+    assert all("metadata" not in row.raw for row in rows)
 
 
 def test_a_large_file_of_sessions_is_read_from_disk_and_a_full_disk_is_one_sentence(

@@ -161,7 +161,7 @@ def _iter_rows(
         if isinstance(row, LeftOut):
             left_out[row.kind] += 1
             continue
-        row = with_run(row) if isinstance(row, ParsedRow) else row
+        row = with_run(row, fold) if isinstance(row, ParsedRow) else row
         if screen is not None and isinstance(row, ParsedRow):
             row, redaction = screen.screen(row)
             if report is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -29,9 +30,10 @@ from fctune.data.check.report import (
     make_findings,
 )
 from fctune.data.check.similarity import Location, SimilarityIndex, WordHasher
-from fctune.data.check.warnings import CLASSES, classify, iter_warnings
+from fctune.data.check.warnings import BEGINS_ANOTHER, CLASSES, classify, iter_warnings
 from fctune.data.conversation import Conversation, Tool
 from fctune.data.conversation_encoder import get_defect_kind
+from fctune.data.fold import BeginningIndex
 from fctune.data.long_conversations import LongConversations, measure
 from fctune.data.secrets import SecretCounts, SecretScanner, warn
 from fctune.data.sources import DEFAULT_SELECTION, Defect, LeftOut, ParsedRow, RowReader, Selection, scan_source
@@ -122,6 +124,8 @@ class _Check:
         self.num_long = self.num_long_tokens = 0
         hasher = WordHasher()
         self.similarity = SimilarityIndex(hasher)
+        self.beginnings = BeginningIndex()
+        self.places = array("q")  # file and line of each conversation
         self.overlaps = [OverlapIndex(path, "validation", hasher) for path in validation]
         self.overlaps += [OverlapIndex(path, "eval", hasher) for path in eval_suites]
         self.files: dict[str, int] = {}
@@ -223,7 +227,10 @@ class _Check:
                 self.add_long(conversation, num_tokens, num_supervised, self.seq_len)
             self.num_unsupervised += num_supervised == 0
         self.row_formats[row.row_format] += 1
-        self.similarity.add(conversation, self.files.setdefault(file, len(self.files)), int(line), row.digest())
+        place = (self.files.setdefault(file, len(self.files)), int(line))
+        self.similarity.add(conversation, *place, row.digest())
+        self.beginnings.add(conversation)
+        self.places.extend(place)
         for overlap in self.overlaps:
             overlap.add(conversation)
         kinds = set()
@@ -266,8 +273,20 @@ class _Check:
         with contextlib.suppress(DataError):
             self.long.add(conversation, self.template.encoder, seq_len, num_supervised)
 
+    def add_beginnings(self, names: list[str]) -> None:
+        """Warn about conversations that others continue; training may have them on both sides of a split."""
+        found = self.beginnings.find()
+        if not found:
+            return
+        self.warning_counts[BEGINS_ANOTHER] = self.rows_of[BEGINS_ANOTHER] = len(found)
+        reason = "another row continues this conversation, and the two may be on both sides of a split"
+        for number in found[:NUM_EXAMPLES]:
+            file, line = self.places[2 * number : 2 * number + 2]
+            self.add_example(BEGINS_ANOTHER, Example(names[file], line, "", reason))
+
     def report(self) -> Report:
         names = list(self.files)
+        self.add_beginnings(names)
         repeats = self.similarity.find_repeats()
         used = [ToolUse(name, self.declared[name], count) for name, count in self.called.most_common(_NUM_TOOLS_SHOWN)]
         num_conversations = self.similarity.num_rows

@@ -20,7 +20,7 @@ from rich.text import Text
 from fctune.config.intervals import choose_noun, format_count
 from fctune.config.sections.data import ADDITIONS
 from fctune.data.check.reasoning import ReasoningUse
-from fctune.data.check.warnings import CLASSES, WARNING_KINDS
+from fctune.data.check.warnings import CLASSES, PAIR_WARNING_KINDS, WARNING_KINDS
 from fctune.data.long_conversations import LongConversations
 from fctune.data.secrets import list_counts
 from fctune.data.sources import DEFECT_KINDS, LEFT_OUT_KINDS, NOTE_KINDS
@@ -317,7 +317,7 @@ class Report:
 
 def make_findings(counts: Counter[str], rows: Counter[str], examples: dict[str, list[Example]]) -> list[Finding]:
     """Return the findings, the most frequent kind first."""
-    meanings = {**DEFECT_KINDS, **WARNING_KINDS}
+    meanings = {**DEFECT_KINDS, **WARNING_KINDS, **PAIR_WARNING_KINDS}
     return [Finding(kind, meanings[kind], n, rows[kind], examples[kind]) for kind, n in counts.most_common()]
 
 

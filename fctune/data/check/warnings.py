@@ -40,7 +40,13 @@ WARNING_KINDS: dict[str, str] = {
     "unknown_argument": "an argument that the tool does not declare",
     "wrong_type": "an argument of a different type from the one that its tool declares",
 }
-"""The kinds of warnings and their meanings."""
+"""The kinds of warnings about a row, and their meanings."""
+
+BEGINS_ANOTHER = "begins_another"
+PAIR_WARNING_KINDS: dict[str, str] = {
+    BEGINS_ANOTHER: "a conversation that another row continues, so that its turns count twice; `--fold always` folds it"
+}
+"""The kinds of warnings that two rows give together."""
 
 _PLACEHOLDER = re.compile(
     r"<[A-Za-z][\w .-]*>|\{\{.*\}\}|\[(?:insert|your|enter)\b.*\]|your[_ -]?(?:api[_ -]?key|token|password)\w*", re.I

@@ -85,7 +85,7 @@ class Defect:
 class RowError(Exception):
     """The first defect of a row; raised by readers and turned into a ``Defect`` where file and line are known.
 
-    The kind ``answer_failed`` is of rows that are left out (``LEFT_OUT_KINDS``), and no defect.
+    Kinds in ``LEFT_OUT_KINDS``, such as ``answer_failed``, are of rows that are left out, and no defects.
     """
 
     def __init__(self, pointer: str, kind: str, reason: str) -> None:

@@ -22,6 +22,7 @@ _CHUNK_BYTES = 2**20
 _QUOTE = 0x22
 _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 _UNTIL_BRACKET = re.compile(rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _SCALAR = re.compile(rb'(?:[^",{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 
 
@@ -127,12 +128,14 @@ class _Scanner:
         while True:
             end = _UNTIL_BRACKET.match(self._buffer, scan).end()  # type: ignore[union-attr]
             if end == len(self._buffer) or self._buffer[end] == _QUOTE:  # end of the buffer, or an unclosed string
-                if scan - self._at > MAX_ROW_BYTES:
+                if len(self._buffer) - self._at > MAX_ROW_BYTES:
                     is_large = True
-                    self.line += self._buffer.count(b"\n", self._at, scan)
-                    self._at = scan
-                scan -= self._at
-                if len(self._buffer) - self._at > 8 * MAX_ROW_BYTES or not self._read_more():
+                    self._drop(end)
+                    if end < len(self._buffer) and self._skip_string():
+                        scan = self._at
+                        continue
+                scan = end - self._at
+                if not self._read_more():
                     raise DataError(
                         f"{self._path}:{start_line}: the row that starts here does not end: the file is truncated, or "
                         "a bracket or quote is missing. Fix the row, or download the file again."
@@ -146,6 +149,21 @@ class _Scanner:
         self.line += data.count(b"\n")
         self._at = scan
         return RawRow(start_line, None if is_large or len(data) > MAX_ROW_BYTES else data)
+
+    def _drop(self, end: int) -> None:
+        self.line += self._buffer.count(b"\n", self._at, end)
+        self._at = end
+
+    def _skip_string(self) -> bool:
+        """Skip the string that begins at the current byte; returns False if the file ends in it."""
+        start = self._at + 1
+        while True:
+            end = _IN_STRING.match(self._buffer, start).end()  # type: ignore[union-attr]
+            is_closed = end < len(self._buffer) and self._buffer[end] == _QUOTE
+            self._drop(end + is_closed)
+            if is_closed or not self._read_more():
+                return is_closed
+            start = 0
 
     def _take_scalar(self) -> RawRow:
         """Return the number, string or word up to the next comma or bracket, in place of a row."""

@@ -23,6 +23,7 @@ class ReadContext:
         columns: The format's name for each column of another name.
         default_tools: Tools of the rows that have none.
         keeps_questions: Keep rows whose right answer is no call, and that have no text of it; else they are defects.
+        keeps_requests: Read requests without an answer, which are the beginning of others; else they are defects.
         keeps_failed: Read answers that the row marks as failed as others.
         trains_wrong_turns: Train turns whose calls all failed.
     """
@@ -34,10 +35,12 @@ class ReadContext:
         keeps_questions: bool = False,
         keeps_failed: bool = False,
         trains_wrong_turns: bool = False,
+        keeps_requests: bool = False,
     ) -> None:
         self.columns = columns or {}
         self.default_tools = default_tools
         self.keeps_questions = keeps_questions
+        self.keeps_requests = keeps_requests
         self.keeps_failed = keeps_failed
         self.trains_wrong_turns = trains_wrong_turns
         # What the text of the current row may hold; True also where there is no text to search.

@@ -28,6 +28,7 @@ from fctune.data.sources.row_formats.registry import (
     describe_keys,
     describe_row_formats,
     detect_row_format,
+    is_pair,
     list_columns,
     read_row,
 )
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _SYNTHETIC_SPLITS = ("pretrain", "train", "varied", "reasoned", "shuffled", "pairs")
 _NUM_SHOWN = 10
 _TABLES = (".csv", ".parquet", ".arrow")  # files whose empty cells are no part of a row
+_JSON_FILE = re.compile(r"\.json(?:\.gz|\.zst)?$", re.IGNORECASE)
 _NUM_SAMPLED = 1_000  # rows that show the columns of a source that cannot be read
 _NUM_PEEKED = 20  # rows that show whether a source is a log
 # Every spelling of a row's reasoning has a key or a text that starts with one of these words, or a part of these in a
@@ -215,6 +217,7 @@ class RowReader:
         tools: Tools of the rows that have none.
         keeps_questions: Keep rows whose right answer is no call, and that have no text of it; else they are defects.
         selection: Which rows are read, and which of their turns are context.
+        keeps_requests: Keep requests without an answer, which are the beginning of others; else they are defects.
     """
 
     def __init__(
@@ -224,11 +227,14 @@ class RowReader:
         tools: tuple[Tool, ...] = (),
         keeps_questions: bool = False,
         selection: Selection = DEFAULT_SELECTION,
+        keeps_requests: bool = False,
     ):
         self.row_format = row_format
         self._selection = selection
         keeps_failed, trains_wrong_turns = selection.failed == "keep", selection.wrong_turns == "train"
-        self._context = ReadContext(columns, tools, keeps_questions, keeps_failed, trains_wrong_turns)
+        self._context = ReadContext(
+            columns, tools, keeps_questions, keeps_failed, trains_wrong_turns, keeps_requests=keeps_requests
+        )
 
     def read(self, row: UnreadRow) -> ParsedRow | Defect | LeftOut:
         """Return the conversation of a row, its defect, or the reason why it is left out."""
@@ -250,8 +256,8 @@ class RowReader:
             decoded = decode_row(value, self._context)
             parsed = read_row(decoded, self.row_format, self._context, f"{file}:{line}")
         except RowError as error:
-            if error.kind == "answer_failed":
-                return LeftOut(error.kind, _describe_failure(error))
+            if error.kind in LEFT_OUT_KINDS:
+                return LeftOut(error.kind, _describe_failure(error) if error.kind == "answer_failed" else "")
             reason = error.reason
             if error.kind == "unknown_row_format" and file.lower().endswith(_TABLES) and isinstance(decoded, dict):
                 reason = self._describe_cells(decoded)
@@ -367,14 +373,41 @@ def _scan_files(
     path: str, row_format: str, columns: Columns, is_wanted: IsWanted | None, tools: tuple[Tool, ...]
 ) -> Iterator[UnreadRow]:
     context = ReadContext(columns, tools)
-    for file in [path] if path.startswith("hf:") else list_files(path):
+    files = [path] if path.startswith("hf:") else list_files(path)
+    first_foreign: tuple[str, int, Any] | None = None
+    num_foreign = 0
+    for file in files:
         is_known = row_format != "auto"
-        for line, value in _expand_logs(_scan_file(file, context, is_wanted), row_format, context):
+        rows = _scan_file(file, context, is_wanted)
+        if len(files) > 1 and _JSON_FILE.search(file):
+            head = list(islice(rows, 2))
+            if len(head) == 1 and _is_foreign(head[0][1], row_format, context):
+                first_foreign = first_foreign or (file, *head[0])
+                num_foreign += 1
+                if num_foreign == len(files) and not is_known:
+                    _has_known_format(*first_foreign, context)  # raises the error of the first file
+                yield UnreadRow(file, head[0][0], LeftOut("file_left_out"))
+                continue
+            rows = chain(head, rows)
+        for line, value in _expand_logs(rows, row_format, context):
             if not is_known and not isinstance(value, LeftOut):
                 is_known = _has_known_format(file, line, value, context)
             if isinstance(value, RowError):
                 value = Defect(file, line, value.pointer, value.kind, value.reason)
             yield UnreadRow(file, line, value)
+
+
+def _is_foreign(value: Any, row_format: str, context: ReadContext) -> bool:
+    """Return True for an object of no row format, as one that describes a run in a file beside those of its rows."""
+    row = _decode_object(value, context)
+    if not isinstance(row, dict):
+        return False
+    try:
+        mapped = map_columns(row, context.columns)
+    except RowError:
+        return False
+    is_known = is_pair(mapped) or (row_format != "auto" and ROW_FORMATS[row_format].matches(mapped))
+    return not is_known and detect_row_format(mapped) is None
 
 
 def _expand_logs(rows: Iterator[tuple[int, Any]], row_format: str, context: ReadContext) -> Iterator[tuple[int, Any]]:
@@ -443,7 +476,10 @@ def _attach_left_out(rows: Iterator[UnreadRow], path: str) -> Iterator[UnreadRow
 def _fold(
     path: str, row_format: str, columns: Columns, fold: Fold, selection: Selection, tools: tuple[Tool, ...]
 ) -> Iterator[UnreadRow]:
-    """Yield rows as ``_scan`` does, with those that others continue as left out; reads a log twice."""
+    """Yield rows as ``_scan`` does, with those that others continue as left out; reads a log twice.
+
+    Rows of other formats beside a log's records are left out with ``fold: always`` only.
+    """
     rows = _scan(path, row_format, columns, None, tools)
     head: list[UnreadRow] = []
     failure: DataError | None = None
@@ -451,7 +487,7 @@ def _fold(
         head += islice(rows, _NUM_PEEKED)
     except DataError as error:
         failure = error
-    if fold == "auto" and not any(_is_log(row, row_format, columns) for row in head):
+    if fold == "auto" and not _holds_log(path, head, row_format, columns):
         yield from head
         if failure is not None:
             raise failure
@@ -461,11 +497,17 @@ def _fold(
 
     # Rows whose tools are given later are comparable, too. The record that ends with a call does not know its result.
     unweighted = replace(selection, wrong_turns="train")
-    index, reader = FoldIndex(), RowReader(row_format, columns, (Tool({"name": ""}),), selection=unweighted)
+    index, given = FoldIndex(), (Tool({"name": ""}),)
+    reader = RowReader(row_format, columns, given, selection=unweighted, keeps_requests=True)
+
+    def read(row: UnreadRow) -> Conversation | None:
+        parsed = reader.read(row)
+        is_foldable = isinstance(parsed, ParsedRow) and (parsed.is_record or fold == "always")
+        return parsed.conversation if isinstance(parsed, ParsedRow) and is_foldable else None
+
     try:
         for row in chain(head, rows):
-            parsed = reader.read(row)
-            index.add(parsed.conversation if isinstance(parsed, ParsedRow) else None)
+            index.add(read(row))
     except DataError:
         pass  # raised again below, after the rows before
     masks = zip(*index.find_folded(), index.find_changed(), strict=True)
@@ -475,9 +517,28 @@ def _fold(
         if begins or equals:
             yield row._replace(value=LeftOut("folded_record" if begins else "repeated_record"))
             continue
-        kept = reader.read(row) if index.has_reasoning else None
-        reasoning = index.find_reasoning(kept.conversation) if isinstance(kept, ParsedRow) else None
+        kept = read(row) if index.has_reasoning else None
+        reasoning = index.find_reasoning(kept) if kept is not None else None
         yield row._replace(is_changed=bool(is_changed), reasoning=reasoning) if is_changed or reasoning else row
+
+
+def _holds_log(path: str, head: list[UnreadRow], row_format: str, columns: Columns) -> bool:
+    """Return True if a source's first rows show a log, or the first of any of its files of JSON."""
+    if any(_is_log(row, row_format, columns) for row in head):
+        return True
+    if row_format != "auto" or not os.path.isdir(path):
+        return False
+    seen, context = {row.file for row in head}, ReadContext(columns)
+    for file in list_files(path):
+        if file in seen or file.lower().endswith(_TABLES):  # tables of a directory are of one format
+            continue
+        with contextlib.suppress(DataError):
+            for line, value in islice(_scan_file(file, context, None), _NUM_PEEKED):
+                if isinstance(_decode_object(value, context), dict):
+                    if _is_log(UnreadRow(file, line, value), row_format, columns):
+                        return True
+                    break
+    return False
 
 
 def _is_log(row: UnreadRow, row_format: str, columns: Columns) -> bool:

@@ -164,14 +164,15 @@ NOTE_KINDS: dict[str, str] = {
 
 LEFT_OUT_KINDS: dict[str, str] = {
     "answer_failed": "records whose answer failed, was cut off or rejected, or whose run did not solve its task",
+    "file_left_out": "JSON files of a directory that hold a single object of no row format, as descriptions of runs",
     "folded_record": "records whose messages, up to their last answer, are the beginning of a longer record's",
     "not_selected": "records that do not meet the conditions (where)",
     "repeated_record": "records that equal a later one, up to their last answer",
     "session_event": "events of sessions that are no messages",
     "sidechain_step": "steps of subagents in the list of another agent's steps",
-    "span_left_out": "spans that are not of a model call (of agents, tools or requests)",
+    "span_left_out": "spans and records that are not of a model call (of agents, tools or requests)",
     "taken_back_item": "items of turns that the user took back, with the user's messages",
-    "span_without_content": "spans of model calls whose messages were not recorded",
+    "span_without_content": "spans and records of model calls whose messages were not recorded",
     "where_missing": "records without a column or key that the conditions name (where)",
 }
 """The kinds of records and parts of logs that are no rows."""
@@ -372,6 +373,7 @@ class RowBuilder:
             self._remove_argument_filling()
         if self.notes.get("null_key_dropped"):
             self.notes["filled_row"] = 1
+        is_question = is_question or self.context.keeps_requests
         if not is_question and not any(message.role == "assistant" for message in self.messages):
             raise RowError("", "no_assistant", "no assistant message to train on")
         self.tools = self.tools or self.context.default_tools

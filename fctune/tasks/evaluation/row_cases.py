@@ -18,6 +18,7 @@ from fctune.config.sections.data import Fold, RedactConfig
 from fctune.data.check.similarity import SimilarityIndex, WordHasher
 from fctune.data.conversation import Conversation, Message, Tool
 from fctune.data.conversion import to_openai_row
+from fctune.data.fold import with_run
 from fctune.data.redaction import SecretScreen
 from fctune.data.secrets import SecretCounts
 from fctune.data.sources import (
@@ -57,7 +58,7 @@ class RowCase:
         offered: Names of the tools on offer.
         called: Names of the tools that the answer calls.
         questions: What the user says in each turn.
-        origin: Digest of the row, or of that which it was made of by augmentation.
+        origin: Digest of the row's run, of the row that it was made of by augmentation, or of the row itself.
     """
 
     row: dict[str, Any]
@@ -87,7 +88,7 @@ class CaseSplit:
     Attributes:
         train: Cases to learn from; split by tool, they offer no tool of the test.
         test: Cases to test with; split by tool, they call tools of the test alone, or offer one and call none.
-        num_dropped: Cases that mix the two, or that would test what a training case asks.
+        num_dropped: Cases that mix the two, or whose conversation a training case begins or continues.
         test_tools: Names of the tools of the test; empty if split by question.
     """
 
@@ -146,7 +147,7 @@ def make_row_cases(
             if not parsed.conversation.tools:
                 made.left_out["rows without tools"] += 1
                 continue
-            parsed, redaction = screen.screen(parsed)
+            parsed, redaction = screen.screen(with_run(parsed, fold))
             made.secrets.count(redaction.findings, redaction.num_turns)
             for case in _iter_cases(parsed, turns, made.left_out):
                 if case.row["id"] in seen:
@@ -221,14 +222,30 @@ def split_by_question(cases: Sequence[RowCase], test_share: float = 0.2, seed: i
         test = next(group for group in groups if len(group) == smallest)
     chosen = {id(case) for case in test}
     train = [case for case in cases if id(case) not in chosen]
-    asked = {case.questions[:length] for case in train for length in range(1, len(case.questions) + 1)}
-    test = [case for case in cases if id(case) in chosen and case.questions not in asked]
+    test = _drop_asked([case for case in cases if id(case) in chosen], train)
     if not train or not test:
         raise DataError(
             f"the cases cannot be split: all {len(cases):,} offer the same tools and ask nearly the same question. Add "
             "other rows, or leave out --test."
         )
     return CaseSplit(train, test, len(cases) - len(train) - len(test), frozenset())
+
+
+def _drop_asked(test: list[RowCase], train: list[RowCase]) -> list[RowCase]:
+    """Return test cases of no training conversation: not of its run, and none whose questions begin or continue it."""
+    origins = {case.origin for case in train}
+    asked = {case.questions[:length] for case in train for length in range(1, len(case.questions) + 1)}
+    complete: dict[str, tuple[str, ...]] = {}
+    for case in train:
+        complete[case.origin] = max(complete.get(case.origin, ()), case.questions, key=len)
+    ended = set(complete.values())
+    return [
+        case
+        for case in test
+        if case.origin not in origins
+        and case.questions not in asked
+        and not any(case.questions[:length] in ended for length in range(1, len(case.questions)))
+    ]
 
 
 def _group_questions(cases: Sequence[RowCase]) -> list[list[RowCase]]:
@@ -293,8 +310,7 @@ def split_by_tool(cases: Sequence[RowCase], test_share: float = 0.2, seed: int =
                 test_tools.add(tool)
                 num_test = sum(_is_test(case, test_tools) for case in cases)
     train = [case for case in cases if not case.offered & test_tools]
-    asked = {case.questions[:length] for case in train for length in range(1, len(case.questions) + 1)}
-    test = [case for case in cases if _is_test(case, test_tools) and case.questions not in asked]
+    test = _drop_asked([case for case in cases if _is_test(case, test_tools)], train)
     if not train or not test:
         side = "training" if not train else "test"
         raise DataError(
@@ -310,12 +326,13 @@ def _iter_cases(parsed: ParsedRow, turns: Turns, left_out: Counter[str]) -> Iter
     messages = conversation.messages
     answers = [index for index, message in enumerate(messages) if message.role == "assistant" and index > 0]
     offered = frozenset(tool.name for tool in conversation.tools)
+    origin = parsed.run or parsed.digest()
     if not answers and messages[-1].role == "user" and messages[0].role == "assistant":
         left_out["greetings with a request that is not answered"] += 1
     elif not answers and messages[-1].role == "user":  # no call is right, and the row has no text of the answer
         row = {**to_openai_row(conversation), "expected_calls": []}
         row = {"id": conversation.digest(), "kind": "no_call", **row}
-        yield RowCase(row, offered, frozenset(), read_questions(messages), parsed.digest())
+        yield RowCase(row, offered, frozenset(), read_questions(messages), origin)
     for index in answers if turns == "each" else answers[-1:]:
         answer = messages[index]
         called = frozenset(call.name for call in answer.calls)
@@ -330,7 +347,7 @@ def _iter_cases(parsed: ParsedRow, turns: Turns, left_out: Counter[str]) -> Iter
         row = to_openai_row(replace(conversation, messages=(*context, answer)))
         kind = "call" if called else "no_call"
         row = {"id": prompt.digest(), "kind": kind, **row}
-        yield RowCase(row, offered, called, read_questions(prompt.messages), parsed.digest())
+        yield RowCase(row, offered, called, read_questions(prompt.messages), origin)
 
 
 def _is_test(case: RowCase, test_tools: set[str]) -> bool:

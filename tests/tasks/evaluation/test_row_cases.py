@@ -152,6 +152,28 @@ def test_rows_that_share_their_tools_are_split_by_question(
     assert "ask nearly the same question" in capsys.readouterr().err
 
 
+def test_branches_of_a_run_and_what_continues_a_conversation_are_on_one_side(write_rows: Write) -> None:
+    def record(*texts: str) -> dict[str, Any]:
+        messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(texts)]
+        request = {"messages": messages[:-1], "tools": [tool("one"), tool("two")]}
+        return {"request": request, "response": {"choices": [{"message": messages[-1], "finish_reason": "stop"}]}}
+
+    runs = [record(f"City {n}?", f"It is {n}.", f"{more} {n}?", "Yes.") for n in range(14) for more in ("And", "Or")]
+    plain = [row(f"{n}: what next?", ["one", "two"], "Hi.") for n in range(14)]
+    longer = [
+        row(f"{n}: what next?", ["one", "two"], "Hi.", {"role": "user", "content": f"{n}"}, "No.") for n in range(14)
+    ]
+    sources = [str(write_rows(rows, f"{name}.jsonl")) for name, rows in (("a", runs), ("b", [*plain, *longer]))]
+    for fold, paths in (("auto", sources), ("always", sources[1:])):
+        cases = make_row_cases(paths, fold=fold).cases  # type: ignore[arg-type]
+        for seed in range(4):
+            split = split_by_question(cases, 0.3, seed)
+            sides = [{case.questions[0] for case in side} for side in (split.train, split.test)]
+            assert split.test
+            assert not sides[0] & sides[1]
+            assert len(split.train) + len(split.test) + split.num_dropped == len(cases)
+
+
 def test_a_split_by_tool_that_would_drop_most_cases_is_one_by_question(write_rows: Write) -> None:
     rows = [row(f"{n}?", ["one", "two"], calls("one")) for n in range(50)]
     rows += [row(f"{n}?", [f"other_{n}"], calls(f"other_{n}")) for n in range(50, 53)]

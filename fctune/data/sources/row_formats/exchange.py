@@ -35,6 +35,14 @@ _SCHEMA_SETTINGS = (
 _SCHEMAS = ("schema", "json_schema", "responseSchema", "response_schema", "responseJsonSchema", "response_json_schema")
 
 ALL_SETTINGS = (*SETTINGS, *_SCHEMA_SETTINGS)
+FINISHED = frozenset(
+    (
+        *("", "stop", "tool_call", "tool_calls", "tool_use", "function_call", "end_turn", "stop_sequence"),
+        *("complete", "completed", "eos", "eos_token", "finish_reason_unspecified"),
+    )
+)
+"""Reasons of the end of a complete answer, in lower case; instrumentations write them as their provider does."""
+_END_KEYS = ("finish_reason", "stop_reason", "done_reason", "finishReason", "stopReason")
 UNFINISHED = frozenset({"failed", "failure", "error", "incomplete", "cancelled", "in_progress", "queued"})
 
 
@@ -182,6 +190,24 @@ def require_finished(
         builder.reject_answer(join(at, key), f"{describe_value(ended)}: {failed}")
 
 
+def require_ended(answer: dict[str, Any], at: str, builder: RowBuilder) -> None:
+    """Check that the model ended an answer, by the key that any provider says it with.
+
+    Raises:
+        RowError: ``answer_failed``.
+    """
+    for key in _END_KEYS:
+        value = answer.get(key)
+        for reason in value if isinstance(value, list) else (value,):  # Bedrock's streams have a list
+            if not is_finished(reason):
+                builder.reject_answer(join(at, key), f"{describe_value(reason)}: an answer that was cut off or failed")
+
+
+def is_finished(reason: Any) -> bool:
+    """Return True for the reason of a complete answer's end, or for none."""
+    return reason is None or (isinstance(reason, str) and reason.lower() in FINISHED)
+
+
 class AssistantTurn:
     """An assistant's turn, gathered from the blocks of a message in their order."""
 
@@ -191,10 +217,11 @@ class AssistantTurn:
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[Call] = []
+        self._is_calling = False
 
     def add_text(self, text: str, pointer: str) -> None:
         """Add text, which no template can render after a call."""
-        if self._calls and text.strip():
+        if self._is_calling and text.strip():
             raise RowError(pointer, "text_around_call", f"text after a call: {text[:40]!r}")
         if text:
             self._texts.append(text)
@@ -205,14 +232,19 @@ class AssistantTurn:
             raise RowError(pointer, "reasoning_not_text", f"expected text, got {describe_value(text)}")
         if not text:
             self._builder.notes["reasoning_hidden"] += 1
-        elif self._texts or self._calls:
+        elif self._texts or self._is_calling:
             reason = "reasoning after the text or calls of its turn; chat templates render it before them"
             raise RowError(pointer, "message_shape", reason)
         else:
             self._thoughts.append(text)
 
+    def begin_calls(self) -> None:
+        """Say that calls stand here, which are added later."""
+        self._is_calling = True
+
     def add_call(self, call: Call) -> None:
         """Add a call to the turn of the assistant."""
+        self._is_calling = True
         self._calls.append(call)
 
     def finish(self) -> None:

@@ -20,6 +20,8 @@ from fctune.data.sources.row_formats.exchange import (
     list_values,
     note_settings,
     peek,
+    require_ended,
+    require_finished,
     require_object,
 )
 from fctune.data.sources.row_reasoning import REASONING_KEYS
@@ -99,6 +101,9 @@ def _add_ai(message: dict[str, Any], extra: dict[str, Any], at: str, builder: Ro
     if invalid := message.get("invalid_tool_calls"):
         reason = f"a call that LangChain could not parse: {describe_value(invalid)}"
         raise RowError(f"{at}.invalid_tool_calls", "arguments_not_json", reason)
+    if isinstance(ended := message.get("response_metadata"), dict):
+        require_finished(ended, f"{at}.response_metadata", builder)
+        require_ended(ended, f"{at}.response_metadata", builder)
     turn = AssistantTurn(at, builder)
     for key in REASONING_KEYS:
         if extra.get(key):
@@ -121,6 +126,8 @@ def _add_ai(message: dict[str, Any], extra: dict[str, Any], at: str, builder: Ro
             turn.add_reasoning(text, where)
         elif kind not in _CALL_BLOCKS or (block.get("call_id", block.get("id")) or None) not in ids:
             raise make_block_error(block, where)
+        else:
+            turn.begin_calls()
     for call in calls:
         turn.add_call(call)
     turn.finish()

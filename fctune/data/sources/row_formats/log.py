@@ -26,6 +26,7 @@ from fctune.data.sources.row_formats.exchange import (
     note_request,
     note_settings,
     peek,
+    require_ended,
     require_finished,
     require_object,
     set_api_tools,
@@ -44,7 +45,6 @@ _WRAPPERS = ("output", "message", "data")  # keys around a response
 _ANSWER_KEYS = frozenset({*_WRAPPERS, "choices", "generations", "candidates", "content", "messages", "role"})
 _READ = ("system", "messages", "tools", "functions")
 _COLUMNS = (*dict.fromkeys(side for sides in _SIDES for side in sides), "system", "tools", "functions")
-_FINISHED = ("stop", "tool_calls", "function_call", "end_turn", "tool_use", "stop_sequence", "STOP", "eos")
 
 
 def _find_sides(row: dict[str, Any]) -> tuple[str, str] | None:
@@ -70,7 +70,7 @@ def _is_log(row: dict[str, Any]) -> bool:
         return False
     sides = _find_sides(row)
     if sides is None:
-        return False
+        return _is_unrecorded(row)
     if any(mark in row for mark in _MARKS):
         return True
     request, response = peek(row[sides[0]]), peek(row[sides[1]])
@@ -82,6 +82,12 @@ def _is_log(row: dict[str, Any]) -> bool:
         return "choices" in response or response.get("role") == "assistant"
     messages = request.get("messages") if isinstance(request, dict) else request
     return isinstance(messages, list) and bool(messages) and _has_messages(messages) and response is not None
+
+
+def _is_unrecorded(row: dict[str, Any]) -> bool:
+    """Return True for a record whose request was not recorded, as that of many spans."""
+    is_record = any(mark in row for mark in _MARKS) and any(isinstance(row.get(name), str) for name in _KIND_COLUMNS)
+    return is_record and any(a in row and b in row for a, b in _SIDES) and not any(row.get(a) for a, _ in _SIDES)
 
 
 def _is_request(request: Any) -> bool:
@@ -96,11 +102,15 @@ def _has_messages(messages: list[Any]) -> bool:
 
 
 def read_log(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
-    """Read a record; a failed call, or a record that is none of a model call, is a defect."""
+    """Read a record; a failed call, or a record that is none of a model call, is left out."""
+    _require_model_call(row, builder)
     sides = _find_sides(row)
+    if sides is None and _is_unrecorded(row):
+        if any(row.get(answered) for _, answered in _SIDES):
+            raise RowError("", "history_missing", "an answer without its request, so that no question is in the row")
+        raise RowError("", "span_without_content", "null: the record has neither messages nor an answer")
     if sides is None:
         raise KeyError("response")
-    _require_model_call(row, builder)
     note_settings(row, "", builder)
     require_finished(row, "", builder)
     asked, answered = sides
@@ -129,8 +139,7 @@ def _require_model_call(row: dict[str, Any], builder: RowBuilder) -> None:
     for column in _KIND_COLUMNS:
         kind = row.get(column)
         if isinstance(kind, str) and kind.lower() not in _MODEL_CALLS and any(mark in row for mark in _MARKS):
-            reason = f"a record of a {kind}, not of a model call; export {' or '.join(_MODEL_CALLS)} records only"
-            raise RowError(column, "message_shape", reason)
+            raise RowError(column, "span_left_out", f"a record of a {kind}, not of a model call")
     level = row.get("level")
     if isinstance(level, str) and level.upper() == "ERROR":
         builder.reject_answer("level", "'ERROR': a failed call")
@@ -196,7 +205,11 @@ def _add_response(response: Any, at: str, builder: RowBuilder) -> None:
         text, reasoning = builder.take_reasoning(response, at)
         builder.add("assistant", text, at, reasoning=reasoning)
     elif isinstance(response, list):
-        _add_list(list_values(response, at, builder), builder)
+        messages = list_values(response, at, builder)
+        for message, where in messages:
+            if isinstance(message, dict):
+                require_ended(message, where, builder)
+        _add_list(messages, builder)
     elif not isinstance(response, dict):
         raise RowError(at, "message_shape", f"expected an answer, got {describe_value(response)}")
     elif "choices" in response:
@@ -210,11 +223,14 @@ def _add_response(response: Any, at: str, builder: RowBuilder) -> None:
     elif responses.is_responses_response(response):
         responses.add_responses_response(response, at, builder)
     elif "role" in response or langchain.is_langchain_message(response):
+        require_ended(response, at, builder)
         _add_messages([(response, at)], builder)
     elif "messages" in response:
+        require_ended(response, at, builder)
         builder.note_unread(response, ("messages",), at)
         _add_response(response["messages"], f"{at}.messages", builder)
     elif (key := next((key for key in _WRAPPERS if response.get(key)), None)) is not None:
+        require_ended(response, at, builder)
         builder.note_unread(response, (key,), at)
         _add_response(response[key], f"{at}.{key}", builder)
     else:
@@ -233,8 +249,9 @@ def _add_one_of(response: dict[str, Any], key: str, at: str, builder: RowBuilder
         raise RowError(f"{at}.{key}", "message_shape", f"expected one answer, got {len(choices)}; keep one")
     choice, where = require_object(*choices[0]), choices[0][1]
     details = require_object(choice.get("generation_info") or {}, f"{where}.generation_info")
-    require_finished(choice, where, builder, "finish_reason", _FINISHED)
-    require_finished(details, f"{where}.generation_info", builder, "finish_reason", _FINISHED)
+    for part, place in ((choice, where), (details, f"{where}.generation_info")):
+        require_finished(part, place, builder)
+        require_ended(part, place, builder)
     builder.note_unread(choice, ("message", "text", "generation_info", "content_filter_results"), where)
     if not choice.get("message"):
         raise RowError(f"{where}.message", "message_shape", "expected the answer's message, got none")

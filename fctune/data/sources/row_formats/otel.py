@@ -1,8 +1,8 @@
 """Spans of model calls, with the GenAI attributes of OpenTelemetry's semantic conventions.
 
 https://github.com/open-telemetry/semantic-conventions-genai. Read are OTLP's JSON (``resourceSpans``, or
-``resourceLogs`` with the same attributes in events), of which every span of a model call is a row, and spans with
-``attributes`` as an object. Messages and tools are strings of JSON or structured values.
+``resourceLogs`` with the same attributes in events), and spans with ``attributes`` as an object. Every span of a model
+call is a row; others are left out. Messages and tools are strings of JSON or structured values.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from fctune.data.sources.defects import TEXT_ONLY, RowError, describe_value
 from fctune.data.sources.row_builder import ParsedRow, RowBuilder
 from fctune.data.sources.row_content import read_string
 from fctune.data.sources.row_formats.base import FileRow, LeftOut, LogRow, RowFormat
-from fctune.data.sources.row_formats.exchange import AssistantTurn, peek
+from fctune.data.sources.row_formats.exchange import AssistantTurn, is_finished, peek
 
 _INPUT, _OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
 _SYSTEM, _TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
 _READ = (_INPUT, _OUTPUT, _SYSTEM, _TOOLS)
+_OPERATION = "gen_ai.operation.name"
+_SPAN_IDS = ("spanId", "span_id")
 # Attributes that describe a call; spans of agents and tools repeat the messages of the calls in them.
 _DESCRIBING = re.compile(
     r"gen_ai\.(?:operation|provider|request|response|usage|conversation|output\.type|agent|data_source|token|tool|"
@@ -29,11 +31,6 @@ _DESCRIBING = re.compile(
 _CALLS = (None, "chat", "generate_content", "text_completion")
 _DETAILS = "gen_ai.client.inference.operation.details"  # an event that may have the messages in place of its span
 _MEDIA = ("blob", "file", "uri")
-# In lower case; instrumentations write them as their provider does.
-_FINISHED = (
-    *("", "stop", "tool_call", "tool_calls", "tool_use", "function_call", "end_turn", "stop_sequence"),
-    *("complete", "completed", "eos", "eos_token"),
-)
 _ENDED = "gen_ai.response.finish_reasons"  # of the answers, in place of their own
 _CUT_OFF = "an answer that was cut off or failed"
 # Attributes and events of other instrumentations, or of earlier versions of the conventions, that hold messages.
@@ -48,8 +45,12 @@ _RESOURCES = {"resourceSpans": ("scopeSpans", "spans"), "resourceLogs": ("scopeL
 
 def _is_span(row: dict[str, Any]) -> bool:
     attributes = row.get("attributes")
-    is_span = isinstance(attributes, dict) and any(key in attributes for key in _READ)
-    return is_span or any(key in row for key in _RESOURCES)
+    if not isinstance(attributes, dict):
+        return any(key in row for key in _RESOURCES)
+    context = row.get("context")
+    holders = (row, context) if isinstance(context, dict) else (row,)
+    is_span = any(key in holder for key in _SPAN_IDS for holder in holders)
+    return is_span or any(key in attributes for key in (*_READ, _OPERATION)) or any(key in row for key in _RESOURCES)
 
 
 def _expand(rows: Iterator[FileRow]) -> Iterator[LogRow]:
@@ -57,7 +58,8 @@ def _expand(rows: Iterator[FileRow]) -> Iterator[LogRow]:
     for line, row in rows:
         key = next((key for key in _RESOURCES if key in row), None) if isinstance(row, dict) else None
         if isinstance(row, RowError) or key is None:
-            yield line, row
+            is_span = isinstance(row, dict) and _is_span(row)
+            yield line, _sort_out(_open_span(row)) if is_span and isinstance(row, dict) else row
             continue
         try:
             require_read_keys(row, (key,), "document")
@@ -70,22 +72,27 @@ def _expand(rows: Iterator[FileRow]) -> Iterator[LogRow]:
             yield line, RowError(key, "message_shape", reason)
             continue
         for span in spans:
-            attributes = span["attributes"]
-            other = span.pop(_OTHER, None)
-            if other is not None and not any(attributes.get(key) for key in (_INPUT, _OUTPUT)):
-                reason = f"messages in {other}, which is not read; record them in {_INPUT} and {_OUTPUT}"
-                place = f"attributes.{other}" if other in attributes else "attributes"
-                yield line, RowError(place, "message_shape", reason)
-            elif attributes.get("gen_ai.operation.name") not in _CALLS or not _is_model_call(attributes):
-                yield line, LeftOut("span_left_out")
-            elif not any(attributes.get(key) for key in (_INPUT, _OUTPUT)):
-                yield line, LeftOut("span_without_content")
-            else:
-                yield line, span
+            yield line, _sort_out(span)
 
 
-def _is_model_call(attributes: dict[str, Any]) -> bool:
-    return "gen_ai.operation.name" in attributes or any(key in attributes for key in (_INPUT, _OUTPUT))
+def _sort_out(span: dict[str, Any]) -> dict[str, Any] | RowError | LeftOut:
+    """Return a span of a model call, or its defect, or why it is left out."""
+    attributes = span["attributes"]
+    other = span.pop(_OTHER, None)
+    if other is not None and not any(attributes.get(key) for key in (_INPUT, _OUTPUT)):
+        reason = f"messages in {other}, which is not read; record them in {_INPUT} and {_OUTPUT}"
+        return RowError(f"attributes.{other}" if other in attributes else "attributes", "message_shape", reason)
+    kind = _find_unread(attributes)
+    return span if kind is None else LeftOut(kind)
+
+
+def _find_unread(attributes: dict[str, Any]) -> str | None:
+    """Return the kind of ``LEFT_OUT_KINDS`` of a span that is no row; None for one of a model call with messages."""
+    operation, has_messages = attributes.get(_OPERATION), any(attributes.get(key) for key in (_INPUT, _OUTPUT))
+    is_call = operation in _CALLS and (operation is not None or any(key in attributes for key in (_INPUT, _OUTPUT)))
+    if is_call and has_messages:
+        return None
+    return "span_without_content" if is_call else "span_left_out"
 
 
 def _iter_spans(resources: Any, scopes: str, spans: str) -> Iterator[dict[str, Any]]:
@@ -103,6 +110,20 @@ def _iter_spans(resources: Any, scopes: str, spans: str) -> Iterator[dict[str, A
                 kept = {key: span[key] for key in _SPAN_KEYS if key in span} | {"attributes": attributes}
                 other = next((name for name in names if _OTHER_MESSAGES.fullmatch(name)), None)
                 yield kept if other is None else {**kept, _OTHER: other}
+
+
+def _open_span(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a span whose attributes are an object with those of the event that may hold its messages."""
+    attributes, names = row["attributes"], [*row["attributes"]]
+    events = row.get("events")
+    for event in events if isinstance(events, list) else ():
+        if isinstance(event, dict):
+            names.append(str(event.get("name")))
+            if event.get("name") == _DETAILS and isinstance(details := event.get("attributes"), dict):
+                attributes = details | attributes
+    other = next((name for name in names if _OTHER_MESSAGES.fullmatch(name)), None)
+    opened = row if attributes is row["attributes"] else {**row, "attributes": attributes}
+    return opened if other is None else {**opened, _OTHER: other}
 
 
 def _read_attributes(attributes: Any) -> dict[str, Any]:
@@ -132,6 +153,8 @@ def _read_value(value: dict[str, Any]) -> Any:
 def _read(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     """Read a span: its input messages, and its answer."""
     attributes = row["attributes"]
+    if (kind := _find_unread(attributes)) is not None:  # of a file that begins with rows of another format
+        raise RowError("attributes", kind, "a span that is not of a model call, or has none of its messages")
     _require_success(row.get("status"), attributes, builder)
     for name, value in attributes.items():
         if name.startswith("gen_ai.") and name not in _READ and not _DESCRIBING.fullmatch(name):
@@ -167,12 +190,8 @@ def _require_success(status: Any, attributes: dict[str, Any], builder: RowBuilde
     reasons = attributes.get(_ENDED)
     listed = peek(reasons) or [reasons]
     for reason in listed if isinstance(listed, list) else [listed]:
-        if not _is_finished(reason):
+        if not is_finished(reason):
             builder.reject_answer(f"attributes.{_ENDED}", f"{describe_value(reason)}: {_CUT_OFF}")
-
-
-def _is_finished(reason: Any) -> bool:
-    return reason is None or (isinstance(reason, str) and reason.lower() in _FINISHED)
 
 
 def _decode(value: Any, pointer: str, builder: RowBuilder) -> Any:
@@ -197,7 +216,7 @@ def _add_message(message: Any, is_answer: bool, at: str, system: str | None, bui
         raise RowError(at, "message_shape", reason)
     builder.note_unread(message, ("role", "parts", "finish_reason", "name"), at)
     role = message.get("role")
-    if is_answer and not _is_finished(message.get("finish_reason")):
+    if is_answer and not is_finished(message.get("finish_reason")):
         builder.reject_answer(f"{at}.finish_reason", f"{describe_value(message['finish_reason'])}: {_CUT_OFF}")
     match role:
         case "assistant":

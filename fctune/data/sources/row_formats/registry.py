@@ -133,6 +133,11 @@ _PAIR_COLUMNS = (
 )
 
 
+def is_pair(row: dict[str, Any]) -> bool:
+    """Return True for a row with two answers, as preference pairs have."""
+    return any(chosen in row and rejected in row for chosen, rejected in _PAIR_COLUMNS)
+
+
 def describe_row_formats(row: dict[str, Any]) -> str:
     """List the keys of a row and those of the known row formats."""
     known = "; ".join(f"{name} ({row_format.keys})" for name, row_format in ROW_FORMATS.items())
@@ -142,7 +147,7 @@ def describe_row_formats(row: dict[str, Any]) -> str:
 def describe_keys(noun: str, keys: Iterable[str], row: dict[str, Any]) -> str:
     """List keys or columns that were found, and say what a row may be that has those of this one."""
     hint = ""
-    if any(chosen in row and rejected in row for chosen, rejected in _PAIR_COLUMNS):
+    if is_pair(row):
         hint = ". Rows of preference pairs need data.pairs=true and a preference section"
     elif isinstance(row.get("prompt"), str) and "completion" in row:
         hint = ". Text has no roles: write prompt and completion as lists of messages"
