@@ -562,6 +562,13 @@ DEFECTS: list[tuple[str, str, Any, str, str]] = [
     ("log: LangSmith with all messages in the output", "outputs.messages.1.content", "Else?", "message_shape", ""),
     ("anthropic: a log", "messages.0.role", "critic", "unknown_role", "messages[0].role"),
     ("anthropic: a log", "messages.1.content.4", {"type": "text", "text": "Wait."}, "text_around_call", ""),
+    (
+        "langchain: messages",
+        "messages.2.content",
+        [{"type": "tool_use", "id": "call_1"}, {"type": "text", "text": "Done."}],
+        "text_around_call",
+        "messages[2].content[1]",
+    ),
     ("langchain: messages", "messages.2.invalid_tool_calls", [{"args": "{"}], "arguments_not_json", ""),
     ("responses: a log", "input.3.arguments", "{", "arguments_not_json", "input[3].arguments"),
     ("anthropic: a log", "messages.1.content.2.input", "x", "arguments_not_json", "messages[1].content[2].input"),

@@ -104,7 +104,7 @@ def _add_ai(message: dict[str, Any], extra: dict[str, Any], at: str, builder: Ro
         if extra.get(key):
             turn.add_reasoning(extra[key], f"{at}.additional_kwargs.{key}")
     calls = _read_calls(message, extra, at, builder)
-    ids = [call.id for call in calls]
+    ids, num_added = [call.id for call in calls], 0
     content = message.get("content")
     blocks = (
         [(content or "", f"{at}.content")]
@@ -119,9 +119,14 @@ def _add_ai(message: dict[str, Any], extra: dict[str, Any], at: str, builder: Ro
             text = block.get("thinking") or block.get("reasoning")
             require_read_keys(block, ("type", "thinking", "reasoning", "data", "extras", "encrypted_content"), where)
             turn.add_reasoning(text, where)
-        elif kind not in _CALL_BLOCKS or (block.get("call_id", block.get("id")) or None) not in ids:
+        elif kind in _CALL_BLOCKS and (call_id := block.get("call_id", block.get("id")) or None) in ids:
+            num_called = ids.index(call_id) + 1
+            for call in calls[num_added:num_called]:  # here, so that text after the block comes after its call
+                turn.add_call(call)
+            num_added = max(num_added, num_called)
+        else:
             raise make_block_error(block, where)
-    for call in calls:
+    for call in calls[num_added:]:
         turn.add_call(call)
     turn.finish()
 
