@@ -16,7 +16,7 @@ from typing import Any
 
 from fctune.config.sections.data import RedactConfig
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.secrets import MARK, Finding, SecretScanner, list_forms, normalise, to_pattern, walk_value
+from fctune.data.secrets import MARK, MAX_DIGITS, Finding, SecretScanner, list_forms, normalise, to_pattern, walk_value
 from fctune.data.sources.row_builder import ParsedRow
 
 _MAX_SEGMENT = 64  # characters of a placeholder between two separators
@@ -138,6 +138,8 @@ class Redactor:
         if kind == "private_key":
             return self._make_private_key(text)
         draw = self._draw(kind, normalise(text, kind))
+        if kind in _PASSWORDS and re.fullmatch("[0-9]+", text):
+            return _make_number(len(text), draw)
         if kind == "email":
             return f"user-{_take(draw, _LOWER, 8)}@example.com"
         if kind == "home_path":
@@ -224,6 +226,12 @@ def _make_phone(text: str, draw: Iterator[int]) -> str:
     return "".join(next(digits) if character.isdigit() else character for character in text)
 
 
+def _make_number(length: int, draw: Iterator[int]) -> str:
+    """Return a number of so few different digits that no scan takes it for a password."""
+    digits = "".join(dict.fromkeys(_take(draw, _DIGITS, 64)))[:4]
+    return _take(draw, digits.replace("0", ""), 1) + _take(draw, digits, length - 1)
+
+
 def _take(draw: Iterator[int], alphabet: str, count: int) -> str:
     return "".join(alphabet[number % len(alphabet)] for number in itertools.islice(draw, count))
 
@@ -236,9 +244,12 @@ def _make_replacer(table: dict[str, tuple[str, str]]) -> Callable[[str], str]:
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with its strings changed, keys as well."""
+    """Return a JSON value with its strings and numbers changed, keys as well."""
     if isinstance(value, str):
         return change(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        changed = change(str(value)) if 0 < value < 10**MAX_DIGITS else ""
+        return int(changed) if changed.isdecimal() else value
     if isinstance(value, dict):
         return {change(key): _map_strings(item, change) for key, item in value.items()}
     return [_map_strings(item, change) for item in value] if isinstance(value, list) else value
