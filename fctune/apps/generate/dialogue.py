@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -46,13 +47,13 @@ from fctune.data.sources.reader import RowReader, UnreadRow
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.data.tool_schema import ToolSet
 from fctune.engines.mcp_tools import McpTool, ToolError, call_mcp_tool
-from fctune.tasks.evaluation.held_out import read_questions
 
 _SEED_STEP = 7_919
 _LISTINGS = 3
 _MAX_FIRST_CALLS = 3
 _MIN_REWORDED_WORDS = 5
 _FEW_VALUES = 8
+_MIN_LATER_WORDS = 3
 
 
 class HeldOut:
@@ -70,11 +71,18 @@ class HeldOut:
             for path, cases in items.items()
             if any(len(hasher.hash_words(text)) >= MIN_WORDS for _, texts in cases for text in texts)
         ]
-        self._firsts = {_normalise(texts[0]) for cases in items.values() for _, texts in cases if texts}
+        # Words of messages that are too short for runs of words; a later "Yes, please" is everybody's.
+        self._messages = {
+            words
+            for cases in items.values()
+            for _, texts in cases
+            for number, words in enumerate(map(_list_words, texts))
+            if words and (number == 0 or len(words) >= _MIN_LATER_WORDS)
+        }
 
     def has(self, requests: Sequence[str]) -> bool:
-        """Return True if a user's messages are those of a held-out case, or hold half of its runs of words."""
-        if _normalise(requests[0]) in self._firsts:
+        """Return True if one of a user's messages is a held-out one, or all hold half of a case's runs of words."""
+        if not self._messages.isdisjoint(map(_list_words, requests)):
             return True
         row = Conversation(tuple(Message("user", request) for request in requests))
         with self._lock:
@@ -381,5 +389,7 @@ def _compare(intended: Sequence[Call], calls: Sequence[Call], has_arguments: boo
         raise Dropped("other_calls", "one call is made twice")
 
 
-def _normalise(text: str) -> str:
-    return " ".join(read_questions([Message("user", text)])).casefold()
+def _list_words(text: str) -> tuple[str, ...]:
+    """Return what is equal for all spellings of a message: its words, or the text if it has none."""
+    text = text.casefold()
+    return tuple(re.findall(r"\w+", text) or text.split())

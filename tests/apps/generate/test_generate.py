@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fctune.apps.generate.dialogue import HeldOut
 from fctune.apps.generate.kinds import KINDS
 from fctune.apps.generate.plan import Planner
 from fctune.apps.generate.run import WAVE
@@ -468,6 +469,22 @@ def test_held_out_questions_are_dropped_and_a_teacher_of_nothing_else_is_given_u
     assert read_summary(out)["ending"] == "unusable"
     said = capsys.readouterr().out
     assert "nothing that the teacher answered was usable. held_out, 16 of the last 16" in said
+
+
+@pytest.mark.parametrize(
+    ("requests", "is_held_out"),
+    [
+        (["Water level at Dunmore?"], True),
+        (["Good morning", "water level at  Dunmore"], True),
+        (["And at Kells, please"], True),
+        (["Water level at Kells?"], False),
+        (["What is the weather?", "Yes"], False),
+        (["Good evening", "?!"], False),
+    ],
+)
+def test_short_held_out_questions_are_found_in_every_turn(requests: list[str], is_held_out: bool) -> None:
+    cases = [("a", ["Water level at Dunmore?", "Yes."]), ("b", ["Hello", "And at Kells, please?"]), ("c", ["!", "?"])]
+    assert HeldOut({"cases.jsonl": cases}).has(requests) is is_held_out
 
 
 def test_rows_that_are_held_out_by_now_are_dropped_when_a_run_is_resumed(tools: Path, tmp_path: Path) -> None:
