@@ -202,9 +202,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         hides_tools=arguments.requests == "drafted",
         max_small_talk=MAX_SMALL_TALK if arguments.requests == "drafted" else None,
     )
-    if examples.secrets.rows:
-        found = examples.secrets.describe(is_redacted=False)
-        _print_lines([f"--seed-rows {arguments.seed_rows}: left out {found}"])
+    if (unused := examples.describe()) is not None:
+        _print_lines([f"--seed-rows {arguments.seed_rows}: {unused}"])
     if (sentence := planner.describe_limit(arguments.num)) is not None:
         _print_lines([sentence])
     from fctune.apps.generate.dialogue import HeldOut, Writer

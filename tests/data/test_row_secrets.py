@@ -771,6 +771,27 @@ def test_augmented_rows_and_what_is_skipped_quote_no_part_of_a_secret(tmp_path: 
     assert re.search(r"user-\w{8}@example\.com/rows\.jsonl:1$", row["metadata"]["augmented"]["from"])
 
 
+def test_tools_of_rows_hold_placeholders_if_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = MAKERS["github_token"][0](5)
+    path = write_rows(tmp_path / "rows.jsonl", [make_row({"default": secret}), make_row({}, 1)])
+    command = ["data", "tools", str(path), "--out", str(tmp_path / "tools.json"), "--force"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "secrets in the tools: github_token 1; --redact replaces them" in said
+    assert_hidden([secret], said)
+    assert main([*command, "--redact"]) == 0
+    assert "secrets in the tools: github_token 1; replaced by placeholders" in capsys.readouterr().out
+    assert_hidden([secret], (tmp_path / "tools.json").read_bytes())
+    assert "ghp_REDACTED" in (tmp_path / "tools.json").read_text(encoding="utf-8")
+
+
+def test_a_row_is_shown_with_the_kinds_of_its_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [make_row({"user": MAKERS["github_token"][0](5)}), make_row({})])
+    for number, is_secret in ((1, True), (2, False)):
+        assert main(["data", "show", str(path), "--row", str(number)]) == 0
+        assert ("secrets in this row: github_token 1" in capsys.readouterr().out) is is_secret
+
+
 def test_held_out_cases_hold_placeholders(planted: tuple[Path, list[str]], tmp_path: Path) -> None:
     path, secrets = planted
     config = make_config(path, validation_share=0.4, secrets="redact")

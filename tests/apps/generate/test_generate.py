@@ -567,6 +567,27 @@ def test_requests_imitate_the_users_own_rows(tools: Path, tmp_path: Path) -> Non
     assert all("gimme the weather, pronto" in body["messages"][1]["content"] for body in written)
 
 
+def test_rows_that_are_not_imitated_are_counted(
+    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.jsonl"
+    failed = {"request": {"messages": [{"role": "user", "content": "Hi"}]}, "response": None}
+    silent = {"messages": [{"role": "assistant", "content": "Welcome."}]}
+    rows = [make_own_row("gimme the weather, pronto"), {"messages": 3}, {"messages": 4}, failed, silent]
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = "2 rows cannot be read (message_shape 2); 1 row left out (answer_failed 1); "
+    counts += "1 row without a message of the user"
+    with serve_teacher(Teacher()) as log:
+        assert generate(log.url, tools, tmp_path / "a.jsonl", "--seed-rows", str(own), num=1) == 0
+        assert f"--seed-rows {own}: {counts}\n" in capsys.readouterr().out
+        own.write_text("".join(json.dumps(make_own_row(f"question {i}")) + "\n" for i in range(500)))
+        assert generate(log.url, tools, tmp_path / "b.jsonl", "--seed-rows", str(own), num=1) == 0
+        assert "--seed-rows" not in capsys.readouterr().out
+        own.write_text("".join(json.dumps(make_own_row(f"question {i}")) + "\n" for i in range(501)))
+        assert generate(log.url, tools, tmp_path / "c.jsonl", "--seed-rows", str(own), num=1) == 0
+        assert f"--seed-rows {own}: only the first 500 rows are read\n" in capsys.readouterr().out
+
+
 def test_requests_with_secrets_are_not_sent_to_the_teacher(
     tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
