@@ -343,10 +343,12 @@ def _print_report(report: Report, out: Path) -> None:
     reasons = ", ".join(f"{name} {count:,}" for name, count in report.dropped.most_common())
     dropped = f"{report.dropped.total():,} dropped" + (f" ({reasons})" if reasons else "")
     lines = [f"{report.asked:,} asked for = {len(report.kept):,} kept + {dropped}"]
-    usage = report.usage
+    usage = report.spent
     cost = f", cost {usage.cost:,.4f}" if usage.cost else ""
     tokens = f"{usage.prompt_tokens:,} + {usage.completion_tokens:,} tokens of prompts and answers"
     lines.append(f"{format_count(usage.requests, 'request')}, {tokens}{cost}")
+    if cut_off := report.interrupted.requests:
+        lines[-1] += f"; {format_count(cut_off, 'request')} of them for rows that were cut off"
     if report.ending != "complete":
         lines.append(f"{ENDINGS[report.ending]} {report.problem}".strip())
     lines.append(f"{format_count(len(report.kept), 'row')} in {out}, all outcomes in {log_path(out)}")

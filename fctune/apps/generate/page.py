@@ -27,7 +27,7 @@ def write_page(report: Report, settings: Mapping[str, Any], path: str | os.PathL
     """Write the page of a run."""
     tone: Any = "good" if report.ending == "complete" else "warn" if report.kept else "bad"
     page = Page(f"Generated rows: {settings['teacher']}", f"{ENDINGS[report.ending]} {report.problem}".strip(), tone)
-    usage = report.usage
+    usage = report.spent
     page.add_tiles(
         [
             make_count_tile(report.asked, "row", "", " asked for"),

@@ -389,6 +389,48 @@ def test_a_budget_ends_the_run_and_a_larger_one_resumes_it(tools: Path, tmp_path
     assert len(set(indices)) == len(indices)
 
 
+def test_a_budget_counts_the_requests_for_rows_that_were_cut_off(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        time.sleep(0.02)
+        return False
+
+    numbers = iter(range(1000))
+
+    def interrupt(run: Any) -> None:
+        if next(numbers) == 5:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "rows.jsonl"
+    with serve_teacher(Teacher(slow)) as log:
+        with monkeypatch.context() as patch:
+            patch.setattr("fctune.apps.generate.run._Run._judge_teacher", interrupt)
+            assert generate(log.url, tools, out) == 130
+        summary = read_summary(out)
+        num_cut_off = summary["interrupted"]["requests"]
+        total = summary["usage"]["requests"] + num_cut_off
+        time.sleep(0.3)  # for requests on their way
+        num_sent = len(log.bodies)
+        assert num_cut_off > 0
+        assert total >= num_sent
+        assert generate(log.url, tools, out, "--max-requests", str(total)) == 0
+        assert read_summary(out)["ending"] == "budget"
+        assert len(log.bodies) == num_sent, "the budget was used up by the interrupted run"
+        shown = capsys.readouterr().out
+        assert f"{total} requests, " in shown
+        assert f"; {num_cut_off} requests of them for rows that were cut off\n" in shown
+        # A kill leaves neither the lines of unfinished rows nor a summary.
+        lines = out.with_suffix(".generate") / "log.jsonl"
+        lines.write_text("".join(json.dumps(line) + "\n" for line in read_log(out)[:2]))
+        with (out.with_suffix(".generate") / "usage.jsonl").open("a") as file:
+            file.write('{"requests": 9')
+        assert generate(log.url, tools, out, "--max-requests", str(total)) == 0
+        assert len(log.bodies) == num_sent
+        assert generate(log.url, tools, out) == 0
+    assert read_summary(out)["kept"] == 24
+
+
 def test_tokens_that_no_server_reports_are_no_budget(
     tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
