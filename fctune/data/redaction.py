@@ -19,6 +19,7 @@ from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.secrets import MARK, MAX_DIGITS, Finding, SecretScanner, list_forms, normalise, to_pattern, walk_value
 from fctune.data.sources.row_builder import ParsedRow
 
+_MIN_QUOTED = 16  # characters of a placeholder that a text repeats
 _MAX_SEGMENT = 64  # characters of a placeholder between two separators
 
 
@@ -52,6 +53,13 @@ class Redaction:
                 if any(placeholder in text for placeholder in placeholders for text in texts):
                     calls[f"messages[{i}].tool_calls[{j}]"] = None
         return {"kinds": dict(sorted(kinds.items())), "calls": list(calls)}
+
+    def is_quoted_in(self, message: Message) -> bool:
+        """Return True if a message holds a placeholder, or the beginning of one."""
+        texts = [message.content or "", message.reasoning or ""]
+        texts += [text for call in message.calls for _, _, text in walk_value(call.arguments, "", "")]
+        starts = {placeholder[:_MIN_QUOTED] for _, placeholder in self.table.values()}
+        return any(start in text for start in starts for text in texts)
 
 
 NOTHING = Redaction([], {})
@@ -97,6 +105,20 @@ class Redactor:
         table = self._make_table(found)
         redacted, num_turns = self._apply(conversation, table)
         return redacted, Redaction(self.scanner.locate(conversation, found), table, num_turns)
+
+    def mute(self, conversation: Conversation, redaction: Redaction) -> Conversation:
+        """Return a conversation whose turns that repeat a placeholder are context, unless they are to be supervised."""
+        if not redaction.table or self.config.supervise:
+            return conversation
+        return replace(
+            conversation,
+            messages=tuple(
+                replace(message, weight=0.0)
+                if message.role == "assistant" and redaction.is_quoted_in(message)
+                else message
+                for message in conversation.messages
+            ),
+        )
 
     def redact_text(self, text: str) -> str:
         """Return a text with placeholders."""

@@ -37,14 +37,17 @@ from fctune.apps.generate.prompts import (
 from fctune.apps.generate.teacher import SERVER_FAILURES, Asker, Dropped, Usage
 from fctune.calls.formats.base import Parsed
 from fctune.calls.matching import call_key, describe_differences, is_exact_match
+from fctune.config.sections.data import RedactConfig
 from fctune.data.augment.wordings import describe_ability, word_question, word_refusal
 from fctune.data.check.overlap import MIN_WORDS, OverlapIndex
 from fctune.data.check.similarity import WordHasher
 from fctune.data.conversation import Call, Conversation, Message, Tool, to_encodable
 from fctune.data.conversion import to_openai_row
+from fctune.data.redaction import Redaction, Redactor
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import RowReader, UnreadRow
 from fctune.data.sources.row_builder import ParsedRow
+from fctune.data.sources.row_formats.base import LeftOut
 from fctune.data.tool_schema import ToolSet
 from fctune.engines.mcp_tools import McpTool, ToolError, call_mcp_tool
 
@@ -100,6 +103,8 @@ class Writer:
         held_out: Guard against held-out questions.
         executed: Tools that are really called, by name.
         drafter: Drafts requests, which the teacher rewords; None: the teacher writes them.
+        redactor: Replaces secrets in rows; None leaves them.
+        result_redactor: Replaces secrets in results of executed tools, before the teacher reads them.
     """
 
     teacher: Asker
@@ -108,6 +113,8 @@ class Writer:
     held_out: HeldOut = field(default_factory=lambda: HeldOut({}))
     executed: Mapping[str, McpTool] = field(default_factory=dict)
     drafter: Drafter | None = None
+    redactor: Redactor | None = None
+    result_redactor: Redactor = field(default_factory=lambda: Redactor(RedactConfig()))
 
 
 @dataclass(slots=True)
@@ -169,11 +176,20 @@ def list_values(teacher: Asker, seed: int, tool: Tool, parameter: str) -> Listed
 def write_row(plan: RowPlan, writer: Writer) -> Outcome:
     """Return the row that the teacher writes to a plan, or why it fell."""
     outcome = Outcome(plan)
+    dialogue = _Dialogue(plan, writer, outcome)
     try:
-        outcome.row = _Dialogue(plan, writer, outcome).write()
+        outcome.row = dialogue.write()
     except (Dropped, UnusableText) as error:
         outcome.verdict, outcome.reason = error.kind, str(error)
+    if writer.redactor is not None:
+        outcome.reason, *requests = dialogue.redact_texts([outcome.reason, *outcome.requests], writer.redactor)
+        outcome.requests = tuple(requests)
     return outcome
+
+
+def read_made_row(row: Mapping[str, Any]) -> ParsedRow | Defect | LeftOut:
+    """Return a row as training reads it."""
+    return RowReader("openai").read(UnreadRow("generated", 0, json.dumps(row).encode()))
 
 
 class _Dialogue:
@@ -183,12 +199,15 @@ class _Dialogue:
         self._row = Conversation((), plan.tools)
         self._num_asked = self._num_calls = 0
         self._executed: set[str] = set()
+        self._intended: tuple[Call, ...] = ()
+        self._hidden: list[Redaction] = []  # in results
         self._known_results: dict[Hashable, str] = {}  # of first calls, which drafts of later ones needed
 
     def write(self) -> dict[str, Any]:
         writer = self._writer
         turns = self._write_turns()
         self._outcome.requests = tuple(turn.request for turn in turns)
+        self._intended = tuple(call for turn in turns for step in turn.steps for call in step)
         if writer.held_out.has(self._outcome.requests):
             raise Dropped("held_out", "it is in a file of --held-out")
         self._check(call for turn in turns for step in turn.steps[:1] for call in step)
@@ -327,9 +346,10 @@ class _Dialogue:
                 continue
             if (tool := self._writer.executed.get(call.name)) is not None:
                 try:
-                    results[call.id] = call_mcp_tool(tool, call)
+                    results[call.id] = self._hide_secrets(call_mcp_tool(tool, call))
                 except ToolError as error:
-                    raise Dropped("execution_failed", str(error)) from None
+                    reason = self._writer.result_redactor.redact_text(str(error))
+                    raise Dropped("execution_failed", reason) from None
                 self._executed.add(call.name)
         imagined = [call for call in calls if call.id not in results]
         if imagined:
@@ -338,11 +358,39 @@ class _Dialogue:
                 results[call.id] = result
         return [results[call.id] for call in calls]
 
+    def _hide_secrets(self, result: str) -> str:
+        """Return the result of an executed tool with placeholders; the teacher's server may be another's."""
+        said = Conversation((Message("tool", result),))
+        redacted, redaction = self._writer.result_redactor.redact_conversation(said)
+        if not redaction.findings:
+            return result
+        self._hidden.append(redaction)
+        return redacted.messages[0].content or ""
+
+    def _redact(self) -> tuple[Conversation, Redaction]:
+        """Return the row as it is written, and what placeholders replace in it."""
+        row, text = self._row, self._row.to_json()
+        found = [one for one in self._hidden if any(placeholder in text for _, placeholder in one.table.values())]
+        if self._writer.redactor is not None:
+            row, more = self._writer.redactor.redact_conversation(row)
+            found.append(more)
+        findings = [finding for one in found for finding in one.findings]
+        redaction = Redaction(findings, {form: kind for one in found for form, kind in one.table.items()})
+        return self._writer.result_redactor.mute(row, redaction), redaction
+
+    def redact_texts(self, texts: Sequence[str], redactor: Redactor) -> list[str]:
+        """Return texts about the row with placeholders; the row and its calls tell which values are secrets."""
+        said = [*(Message("user", text) for text in texts), *self._row.messages]
+        said.append(Message("assistant", None, self._intended))
+        redacted, _ = redactor.redact_conversation(Conversation(tuple(said)))
+        return [message.content or "" for message in redacted.messages[: len(texts)]]
+
     def _finish(self) -> dict[str, Any]:
         """Return the row with its provenance, if it is read back as it is."""
         plan, writer = self._plan, self._writer
-        row = to_openai_row(self._row)
-        read = RowReader("openai").read(UnreadRow("generated", 0, json.dumps(row).encode()))
+        conversation, redaction = self._redact()
+        row = to_openai_row(conversation)
+        read = read_made_row(row)
         if not isinstance(read, ParsedRow):
             raise Dropped("invalid_row", read.reason if isinstance(read, Defect) else "its reader leaves it out")
         if to_openai_row(read.conversation)["messages"] != row["messages"]:
@@ -360,7 +408,10 @@ class _Dialogue:
             made["judge"] = writer.judge.engine.model
         if self._executed:
             made["executed"] = sorted(self._executed)
-        return {**row, "metadata": {"generated": made}}
+        metadata: dict[str, Any] = {"generated": made}
+        if redaction.findings:
+            metadata["redacted"] = redaction.make_mark(conversation)
+        return {**row, "metadata": metadata}
 
     def _ask(self, messages: Sequence[Message], schema: Mapping[str, Any]) -> str:
         return self._writer.teacher.ask(messages, schema, self._next_seed(), self._outcome.usage)

@@ -42,6 +42,7 @@ def write_page(report: Report, settings: Mapping[str, Any], path: str | os.PathL
     _add_reasons(page, report)
     _add_tools(page, report)
     _add_fallen(page, report)
+    page.add_section("Secrets", ". ".join(report.describe_secrets()) + ".")
     page.add_section("Settings", make_settings("Setting", {k: v for k, v in settings.items() if v is not None}))
     page.write(path, f"fctune data generate, {format_count(len(report.kept), 'row')}")
 

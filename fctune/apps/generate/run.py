@@ -15,13 +15,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fctune.apps.generate.dialogue import Outcome, Writer, list_values, write_row
+from fctune.apps.generate.dialogue import Outcome, Writer, list_values, read_made_row, write_row
 from fctune.apps.generate.drafts import Drafter, list_unknown
 from fctune.apps.generate.plan import Planner, RowPlan
 from fctune.apps.generate.teacher import SERVER_FAILURES, Budget, Usage
 from fctune.base.errors import ConfigError, Interrupted
 from fctune.base.files import write_atomically
 from fctune.data.check.similarity import SeenTexts, WordHasher
+from fctune.data.secrets import SecretCounts, SecretScanner
+from fctune.data.sources.row_builder import ParsedRow
 from fctune.tasks.evaluation.results import ResultsFile, read_settings
 
 Ending = Literal["complete", "budget", "unusable", "unreachable", "exhausted"]
@@ -45,6 +47,8 @@ class Report:
         fallen: Log rows of dropped outcomes.
         usage: What the requests for these rows took, and those for values.
         interrupted: What the requests for rows took that a Ctrl-C, a kill or the end of a run cut off.
+        secrets: Secrets in the rows that were kept.
+        redacted: Secrets that placeholders replace in them.
         ending: Why the run ended.
         problem: The commonest reason, if the teacher was given up.
     """
@@ -55,6 +59,8 @@ class Report:
     fallen: list[dict[str, Any]] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     interrupted: Usage = field(default_factory=Usage)
+    secrets: SecretCounts = field(default_factory=SecretCounts)
+    redacted: SecretCounts = field(default_factory=SecretCounts)
     ending: Ending = "complete"
     problem: str = ""
 
@@ -69,6 +75,11 @@ class Report:
         total = replace(self.usage)
         total.add(self.interrupted)
         return total
+
+    def describe_secrets(self) -> list[str]:
+        """Return counts of the secrets that were replaced, and of those that the rows have."""
+        replaced = [self.redacted.describe(is_redacted=True)] if self.redacted.kinds else []
+        return [*replaced, self.secrets.describe_with_option(is_redacted=False)]
 
     @property
     def dropped(self) -> Counter[str]:
@@ -86,6 +97,8 @@ class Report:
             "kinds": {kind: {"wanted": wanted, **self.verdicts.get(kind, {})} for kind, wanted in self.wanted.items()},
             "usage": asdict(self.usage),
             "interrupted": asdict(self.interrupted),
+            "secrets": self.secrets.to_json(),
+            "redacted": self.redacted.to_json(),
             "ending": self.ending,
             "problem": self.problem,
         }
@@ -179,7 +192,8 @@ class _Run:
         self._on_outcome = on_outcome
         self._seen = SeenTexts(WordHasher())
         self._new: list[str] = []  # verdicts of this run
-        self.report = Report(wanted)
+        self._scanner = SecretScanner() if writer.redactor is None else writer.redactor.scanner
+        self.report = Report(wanted, secrets=SecretCounts(searched=list(self._scanner.kinds)))
         self.ids: set[str] = set()  # of the lines in the log
         self._counted: set[str] = set()
 
@@ -342,10 +356,18 @@ class _Run:
         report.usage.add(Usage(**line["usage"]))
         if line["verdict"] == "kept":
             report.kept.append(line["row"])
+            self._count_secrets(line["row"])
         else:
             report.fallen.append(line)
         if is_new:
             self._new.append(line["verdict"])
+
+    def _count_secrets(self, row: Mapping[str, Any]) -> None:
+        if (mark := row["metadata"].get("redacted")) is not None:
+            self.report.redacted.add(SecretCounts(1, mark["kinds"]))
+        read = read_made_row(row)
+        if isinstance(read, ParsedRow):
+            self.report.secrets.count(self._scanner.locate(read))
 
     def _settle(self, line: dict[str, Any], is_new: bool) -> dict[str, Any]:
         """Return the line of a row with the verdict that it has now; the log gets it if it is another than before.

@@ -669,6 +669,32 @@ def make_own_row(request: str, call: dict[str, Any] | None = None) -> dict[str, 
     return {"messages": [{"role": "user", "content": request}, *answers], "tools": [tool]}
 
 
+def test_secrets_of_the_teacher_are_counted_and_replaced_if_asked_for(
+    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = "gh" + "p_" + "kq81ZxPv30mNeTrWLsYu7b5AdFhJ2cQ9oXt4"
+
+    def give_away(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if kind == "write":
+            handler.say((make_answer(kind, body)[0] or "").replace('"request": "', f'"request": "as {secret} '))
+        return kind == "write"
+
+    kept, out = tmp_path / "kept.jsonl", tmp_path / "rows.jsonl"
+    with serve_teacher(Teacher(give_away)) as log:
+        assert generate(log.url, tools, kept, "--kinds", "one_call", num=4) == 0
+        assert "4 secrets in 4 rows (github_token 4); --redact replaces them" in capsys.readouterr().out
+        options = ["--kinds", "one_call", "--redact", "--html", str(tmp_path / "page.html")]
+        assert generate(log.url, tools, out, *options, num=4) == 0
+        assert "4 secrets in 4 rows (github_token 4) replaced by placeholders" in capsys.readouterr().out
+        assert generate(log.url, tools, out, *options, num=4) == 0, "a complete run is read as it was written"
+        assert generate(log.url, tools, out, "--kinds", "one_call", num=4) == 2
+    assert secret in kept.read_text()
+    written = [out, tmp_path / "page.html", *out.with_suffix(".generate").glob("*.json*")]
+    assert not any(secret[-20:] in path.read_text() for path in written)
+    assert all("as ghp_REDACTED" in row["messages"][0]["content"] for row in read_rows(out))
+    assert all("as ghp_REDACTED" in line["requests"][0] for line in read_log(out) if line["requests"])
+
+
 def test_the_teacher_does_not_see_what_was_intended(tools: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     with serve_teacher(Teacher()) as log:
