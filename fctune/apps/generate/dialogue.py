@@ -200,7 +200,8 @@ class _Dialogue:
         self._num_asked = self._num_calls = 0
         self._executed: set[str] = set()
         self._intended: tuple[Call, ...] = ()
-        self._hidden: list[Redaction] = []  # in results
+        self._results: list[Message] = []  # of executed tools, as they are
+        self._hidden: list[Redaction] = []  # what placeholders replace in them
         self._known_results: dict[Hashable, str] = {}  # of first calls, which drafts of later ones needed
 
     def write(self) -> dict[str, Any]:
@@ -360,12 +361,12 @@ class _Dialogue:
 
     def _hide_secrets(self, result: str) -> str:
         """Return the result of an executed tool with placeholders; the teacher's server may be another's."""
-        said = Conversation((Message("tool", result),))
-        redacted, redaction = self._writer.result_redactor.redact_conversation(said)
-        if not redaction.findings:
-            return result
-        self._hidden.append(redaction)
-        return redacted.messages[0].content or ""
+        self._results.append(Message("tool", result))  # earlier ones may tell what is a secret
+        redacted, redaction = self._writer.result_redactor.redact_conversation(Conversation(tuple(self._results)))
+        here = f"messages[{len(self._results) - 1}]"
+        if findings := [finding for finding in redaction.findings if finding.pointer.startswith(here)]:
+            self._hidden.append(Redaction(findings, redaction.table))
+        return redacted.messages[-1].content or ""
 
     def _redact(self) -> tuple[Conversation, Redaction]:
         """Return the row as it is written, and what placeholders replace in it."""

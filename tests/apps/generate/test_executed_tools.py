@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -81,6 +82,17 @@ def test_secrets_in_results_are_replaced_before_the_teacher_reads_them(
     said = capsys.readouterr().out
     assert "4 secrets in 4 rows (github_token 4) replaced by placeholders\nfound in the rows' texts: secrets 0" in said
     assert read_summary(out)["redacted"]["kinds"] == {"github_token": 4}
+
+
+def test_a_secret_that_an_earlier_result_names_is_replaced_in_later_ones(tmp_path: Path) -> None:
+    results = itertools.cycle(['{"password": "kittens-Of-4Doors"}', '{"note": "use kittens-Of-4Doors"}'])
+    out = tmp_path / "rows.jsonl"
+    with serve_tools(LISTED[:1], lambda name, arguments: next(results)) as url, serve_teacher(Teacher()) as log:
+        options = ["--execute", "get_weather", "--kinds", "repeated_tool", "--concurrency", "1"]
+        assert generate(log.url, url, out, *options, num=2) == 0
+        sent = json.dumps(log.bodies)
+    assert "kittens" not in sent + out.read_text()
+    assert [row["metadata"]["redacted"]["kinds"] for row in read_rows(out)] == [{"named_secret": 2}] * 2
 
 
 def test_a_call_that_fails_drops_its_row(tmp_path: Path) -> None:
