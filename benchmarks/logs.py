@@ -4,7 +4,9 @@
 
 Each case is written to ``--folder`` (a temporary one) and read by a process of its own, whose peak memory is reported.
 Agents' runs have 20 model calls, each logged with all messages before it: spans of OTLP, requests and responses of
-Anthropic's API, sessions of Claude Code as a file each and as one file, and a single line of twice the bytes.
+Anthropic's API, sessions of Claude Code as a file each and as one file, and a single line of twice the bytes. The last
+case has three secrets in each run, and is read, redacted and written as ``fctune data convert --redact`` does; nothing
+that was planted may be in the rows.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from typing import Any
 NUM_CALLS = 20
 FILE_BYTES = 200_000  # of a session, where each has a file
 WORDS = [f"word{i}" for i in range(5000)]
+PLANTED = "Qq7Zx"  # a part of every secret
+REDACTED = "data convert --redact"
 TOOL = {"name": "search", "description": "Search the web", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -62,6 +66,20 @@ def iter_exchanges(rng: random.Random) -> Iterator[dict[str, Any]]:
         yield {"request": request, "response": response}
         result = {"type": "tool_result", "tool_use_id": f"call_{i}", "content": say(rng, 60)}
         messages = [*messages, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+
+
+def iter_secrets(rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Yield the exchanges of a run with a token in its first message, and a password and a key in its first call."""
+    token, password, key = (PLANTED + f"{rng.getrandbits(bits):x}" for bits in (160, 60, 160))
+    for i, exchange in enumerate(iter_exchanges(rng)):
+        messages = exchange["request"]["messages"]  # which later exchanges share
+        if i == 0:
+            messages[0]["content"] += f"\nAuthorization: Bearer {token}"
+            exchange["response"]["content"][0]["input"]["password"] = password
+        elif i == 1:
+            result = messages[2]["content"][0]
+            result["content"] = json.dumps({"token": key, "text": result["content"]})
+        yield exchange
 
 
 def iter_events(rng: random.Random) -> Iterator[dict[str, Any]]:
@@ -112,6 +130,7 @@ CASES: dict[str, Callable[[Path, int], int]] = {
     "Claude Code, a file a session": write_sessions,
     "Claude Code, one file": lambda path, num_bytes: write_file(path, num_bytes, iter_events),
     "a line of twice the bytes": write_line,
+    REDACTED: lambda path, num_bytes: write_file(path, num_bytes, iter_secrets),
 }
 
 
@@ -131,13 +150,29 @@ def read(path: str) -> None:
     print(json.dumps({"kept": kept, "defects": defects, "left_out": left_out, **seconds, "peak_memory_gib": peak}))
 
 
+def redact(path: str) -> None:
+    """Convert a source with placeholders, and print what ``read`` prints and what became of the secrets."""
+    from fctune.config.sections.data import RedactConfig
+    from fctune.data.conversion import convert_source
+
+    start, cpu, out = time.perf_counter(), time.process_time(), Path(path).with_suffix(".redacted.jsonl")
+    report = convert_source(path, out, redact=RedactConfig())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    seconds = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    counts = {"kept": report.converted, "defects": report.num_skipped, "left_out": report.left_out.total()}
+    with out.open(encoding="utf-8") as file:
+        found = {"secrets": report.secrets.kinds, "planted_left": sum(line.count(PLANTED) for line in file)}
+    out.unlink()
+    print(json.dumps({**counts, **found, **seconds, "peak_memory_gib": peak}))
+
+
 def measure(name: str, num_bytes: int, folder: Path) -> dict[str, Any]:
     """Write a case, read it in another process, and remove it."""
     path = folder / "rows" if name.endswith("session") else folder / "rows.jsonl"
     records = CASES[name](path, num_bytes)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files)
-    command = [sys.executable, __file__, "--read", str(path)]
+    command = [sys.executable, __file__, "--redact" if name == REDACTED else "--read", str(path)]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     for file in files:
         file.unlink()
@@ -157,9 +192,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write the rows; default: a temporary folder")
     parser.add_argument("--out", type=Path, help="file for the result, which keeps other cases")
     parser.add_argument("--read", help=argparse.SUPPRESS)
+    parser.add_argument("--redact", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.read:
-        read(arguments.read)
+    if arguments.read or arguments.redact:
+        read(arguments.read) if arguments.read else redact(arguments.redact)
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         rows = []

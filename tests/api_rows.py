@@ -418,6 +418,45 @@ SHAPES: dict[str, Row] = {
 """The conversation in each shape; the word before the colon is its row format."""
 
 
+def swift_messages(thinks: bool) -> list[Row]:
+    """Return the messages in ms-swift's roles, which have no ids; ``thinks``: a text before the calls."""
+    calls = [{"name": "get_weather", "arguments": {"city": city}} for city in CITIES.values()]
+    said = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{LOOKING}", "loss": True}
+    return [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": QUESTION},
+        *([said] if thinks else []),
+        *({"role": "tool_call", "content": json.dumps(call)} for call in calls),
+        *({"role": "tool_response", "content": text} for text in (RESULT, FAILURE)),
+        {"role": "assistant", "content": ANSWER},
+    ]
+
+
+SWIFT_SHAPES: dict[str, Row] = {
+    "calls alone": {"messages": swift_messages(thinks=False), "tools": json.dumps(OPENAI_TOOLS)},
+    "a text before the calls": {"messages": swift_messages(thinks=True), "tools": json.dumps(OPENAI_TOOLS)},
+    "tools as a list": {"messages": swift_messages(thinks=False), "tools": OPENAI_TOOLS},
+}
+"""The conversation in the roles of ms-swift, which are of the row format ``openai``."""
+# Key of "calls alone" or index of its message, what takes its place, kind of the defect, its location.
+SWIFT_DEFECTS: list[tuple[str | int, Any, str, str]] = [
+    (2, {"role": "tool_call", "content": '{"name": "get_weather"'}, "call_not_json", "messages[2].content"),
+    (2, {"role": "user", "content": "In metric units."}, "result_without_call", "messages[5]"),
+    (2, {"role": "tool_calls", "content": "[]"}, "unknown_role", "messages[2].role"),
+    ("tools", [], "call_without_tools", "messages[3]"),
+    ("notes", "Asked on a Monday.", "unread_text", "notes"),
+]
+
+
+def iter_swift_defects() -> Iterator[Row]:
+    """Yield a row for each of ``SWIFT_DEFECTS``."""
+    for place, value, *_ in SWIFT_DEFECTS:
+        row = copy.deepcopy(SWIFT_SHAPES["calls alone"])
+        holder: Any = row if isinstance(place, str) else row["messages"]
+        holder[place] = value
+        yield row
+
+
 def iter_parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the path and value of each part of a row."""
     yield path, value

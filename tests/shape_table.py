@@ -29,6 +29,7 @@ SOURCES = {
     "gemini": ("generateContent reference", "google-genai 3.6"),
     "langchain": ("langchain_core.messages", "langchain-core 1.8"),
     "log": ("Langfuse's, LangSmith's and LiteLLM's export pages", "langfuse, langsmith 0.15, litellm 1.110"),
+    "openai": ("ms-swift's roles (`tool_call`, `tool_response`)", "none published"),
     "otel": ("semantic-conventions-genai 0.1.0", "opentelemetry-proto and -semantic-conventions"),
     "prompt_completion": ("TRL's dataset formats", "none published"),
     "responses": ("Responses API reference; NeMo Gym's data sets", "openai 3.57"),
@@ -53,6 +54,8 @@ def _iter_fixtures() -> Iterable[tuple[str, str, list[Any]]]:
     """Yield the format, the kind of fixture, and the rows of each."""
     for shape, row in api_rows.SHAPES.items():
         yield shape.partition(":")[0], "shape", [row]
+    yield from (("openai", "shape", [row]) for row in api_rows.SWIFT_SHAPES.values())
+    yield from (("openai", "broken", [row]) for row in api_rows.iter_swift_defects())
     for rows, name in trace_rows.SHAPES.values():
         yield name, "shape", rows
     for shape, path, value, *_ in api_rows.DEFECTS:

@@ -14,6 +14,7 @@ from fctune.base.terminal import Terminal
 from fctune.cli.data_rows import (
     add_format_argument,
     add_kinds_argument,
+    add_redact_arguments,
     add_row_commands,
     add_selection_arguments,
     add_tools_argument,
@@ -21,6 +22,7 @@ from fctune.cli.data_rows import (
     list_sources,
     read_augment,
     read_columns,
+    read_redact,
     read_selection,
     repeat_reading_options,
     to_redact_kinds,
@@ -113,6 +115,7 @@ def _add_tools(data: Any) -> None:
     tools.add_argument("paths", nargs="+", metavar="PATH", help="file, directory or hf:NAME, as for data check")
     tools.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file of tools to write")
     tools.add_argument("--force", action="store_true", help="replace the file if it exists")
+    add_redact_arguments(tools, has_turns=False)
     add_format_argument(tools)
     add_selection_arguments(tools)
     tools.set_defaults(run=_draft_tools)
@@ -258,13 +261,18 @@ def _show_row(arguments: argparse.Namespace) -> int:
 
 def _draft_tools(arguments: argparse.Namespace) -> int:
     from fctune.data.observed_tools import draft_tools
+    from fctune.data.secrets import list_counts
 
     if arguments.out.exists() and not arguments.force:
         raise ConfigError(f"--out {arguments.out}: exists; pass --force to replace it.")
-    found = draft_tools(list_sources(arguments, arguments.paths))
+    found = draft_tools(list_sources(arguments, arguments.paths), read_redact(arguments))
     write_file(arguments.out, "--out", lambda: json.dumps(found.tools, indent=2, ensure_ascii=False) + "\n")
     console, names = Terminal(highlight=False, markup=False), [tool["function"]["name"] for tool in found.tools]
     console.print(f"{format_count(len(names), 'tool')} in {arguments.out}: {', '.join(names)}", soft_wrap=True)
+    console.print(found.describe_rows(), soft_wrap=True)
+    if found.secrets:
+        done = "replaced by placeholders" if found.is_redacted else "--redact replaces them"
+        console.print(f"secrets in the tools: {list_counts(found.secrets, ())}; {done}", soft_wrap=True)
     tune = ["fctune", "tune", "--data", *arguments.paths, *repeat_reading_options(arguments)]
     with_tools = shlex.join([*tune, "--tools", str(arguments.out)])
     if found.variants:

@@ -123,8 +123,8 @@ def _to_conditions(text: str) -> tuple[Condition, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_redact_arguments(command: argparse.ArgumentParser) -> None:
-    """Add ``--redact`` and what belongs to it to a command that writes rows."""
+def add_redact_arguments(command: Any, has_turns: bool = True) -> None:
+    """Add ``--redact`` and what belongs to it to a command that writes rows, or tools alone."""
     command.add_argument(
         "--redact",
         type=to_redact_kinds,
@@ -136,11 +136,12 @@ def add_redact_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--redact-seed", type=int, default=0, metavar="N", help="seed of the placeholders; default: %(default)s"
     )
-    command.add_argument(
-        "--supervise-redacted",
-        action="store_true",
-        help="keep the weight of turns with placeholders, which are context otherwise",
-    )
+    if has_turns:
+        command.add_argument(
+            "--supervise-redacted",
+            action="store_true",
+            help="keep the weight of turns with placeholders, which are context otherwise",
+        )
 
 
 def to_redact_kinds(text: str) -> list[RedactKind]:
@@ -153,11 +154,12 @@ def to_redact_kinds(text: str) -> list[RedactKind]:
     return [kind for kind in REDACT_KINDS if kind in words]
 
 
-def _read_redact(arguments: argparse.Namespace) -> RedactConfig | None:
+def read_redact(arguments: argparse.Namespace) -> RedactConfig | None:
     """Return what is to be redacted, or None."""
     if arguments.redact is None:
         return None
-    return RedactConfig(kinds=arguments.redact, seed=arguments.redact_seed, supervise=arguments.supervise_redacted)
+    is_supervised = getattr(arguments, "supervise_redacted", False)
+    return RedactConfig(kinds=arguments.redact, seed=arguments.redact_seed, supervise=is_supervised)
 
 
 def _to_columns(text: str) -> list[tuple[str, str]]:
@@ -385,7 +387,7 @@ def _convert_data(arguments: argparse.Namespace) -> int:
                 arguments.dedupe,
                 arguments.fold,
                 read_selection(arguments),
-                _read_redact(arguments),
+                read_redact(arguments),
             )
         is_written = True
     except RowsSkippedError as error:
@@ -415,7 +417,7 @@ def _augment_data(arguments: argparse.Namespace) -> int:
             arguments.fold,
             lambda counts: status.update(f"{counts.rows:,} rows read, {counts.added:,} added"),
             read_selection(arguments),
-            _read_redact(arguments),
+            read_redact(arguments),
             read_tool_files(arguments.tools),
         )
     _print_report(console, report.describe(arguments.source, str(arguments.out)))
@@ -498,7 +500,7 @@ def _make_cases(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--test-share {arguments.test_share:g}: expected more than 0 and less than 1.")
     check_outputs(arguments.paths, {"--out": arguments.out, "--test": arguments.test})
     columns = read_columns(arguments)
-    redact = _read_redact(arguments)
+    redact = read_redact(arguments)
     made = make_row_cases(
         arguments.paths,
         arguments.turns,

@@ -10,12 +10,14 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.apps.generate.kinds import KINDS
 from fctune.base.errors import ConfigError
 from fctune.base.terminal import Terminal
+from fctune.cli.data_rows import add_redact_arguments, read_redact
 from fctune.cli.files import write_file
 from fctune.config.intervals import format_count, parse_share
 from fctune.config.loading import read_environment
@@ -83,6 +85,7 @@ def add_generate(data: Any) -> None:
         metavar="TOOL,...",
         help="read-only tools of MCP servers that are really called for their results; the teacher makes up all others",
     )
+    add_redact_arguments(rows)
     budget = generate.add_argument_group("budget")
     budget.add_argument("--max-total-tokens", type=int, metavar="N", help="stop after N tokens of prompts and answers")
     budget.add_argument("--max-requests", type=int, metavar="N", help="stop after N requests to teacher and judge")
@@ -202,18 +205,30 @@ def _generate(arguments: argparse.Namespace) -> int:
         hides_tools=arguments.requests == "drafted",
         max_small_talk=MAX_SMALL_TALK if arguments.requests == "drafted" else None,
     )
-    if examples.secrets.rows:
-        found = examples.secrets.describe(is_redacted=False)
-        _print_lines([f"--seed-rows {arguments.seed_rows}: left out {found}"])
+    if (unused := examples.describe()) is not None:
+        _print_lines([f"--seed-rows {arguments.seed_rows}: {unused}"])
     if (sentence := planner.describe_limit(arguments.num)) is not None:
         _print_lines([sentence])
     from fctune.apps.generate.dialogue import HeldOut, Writer
     from fctune.apps.generate.teacher import Budget
+    from fctune.config.sections.data import RedactConfig
+    from fctune.data.redaction import Redactor
 
     budget = Budget(arguments.max_total_tokens, arguments.max_requests, arguments.max_cost)
     teacher = _open(arguments, budget, is_judge=False)
     judge = _open(arguments, budget, is_judge=True) if arguments.judge is not None else None
-    writer = Writer(teacher, arguments.votes, judge, HeldOut(held_out), executed)
+    redact = read_redact(arguments)
+    given = redact or RedactConfig()
+    writer = Writer(
+        teacher,
+        arguments.votes,
+        judge,
+        HeldOut(held_out),
+        executed,
+        redactor=None if redact is None else Redactor(redact),
+        # In any case: what a tool really returns is no invention of the teacher's.
+        result_redactor=Redactor(replace(given, kinds=["secrets", *given.kinds])),
+    )
     settings = _describe(arguments, planner, writer, held_out)
     report = _run(arguments, planner, writer, budget, settings)
     _print_report(report, arguments.out)
@@ -298,6 +313,7 @@ def _describe(
         "held_out": {path: {"items": len(items), "digest": _digest(items)} for path, items in held_out.items()},
         "execute": sorted(writer.executed),
         "prompts": VERSION,
+        **({} if writer.redactor is None else {"redact": asdict(writer.redactor.config)}),
     }
 
 
@@ -344,12 +360,15 @@ def _print_report(report: Report, out: Path) -> None:
     reasons = ", ".join(f"{name} {count:,}" for name, count in report.dropped.most_common())
     dropped = f"{report.dropped.total():,} dropped" + (f" ({reasons})" if reasons else "")
     lines = [f"{report.asked:,} asked for = {len(report.kept):,} kept + {dropped}"]
-    usage = report.usage
+    usage = report.spent
     cost = f", cost {usage.cost:,.4f}" if usage.cost else ""
     tokens = f"{usage.prompt_tokens:,} + {usage.completion_tokens:,} tokens of prompts and answers"
     lines.append(f"{format_count(usage.requests, 'request')}, {tokens}{cost}")
+    if cut_off := report.interrupted.requests:
+        lines[-1] += f"; {format_count(cut_off, 'request')} of them for rows that were cut off"
     if report.ending != "complete":
         lines.append(f"{ENDINGS[report.ending]} {report.problem}".strip())
+    lines += report.describe_secrets()
     lines.append(f"{format_count(len(report.kept), 'row')} in {out}, all outcomes in {log_path(out)}")
     if report.kept:
         lines.append(f"next: fctune tune --data {shlex.quote(str(out))} --model MODEL")

@@ -16,9 +16,10 @@ from typing import Any
 
 from fctune.config.sections.data import RedactConfig
 from fctune.data.conversation import Call, Conversation, Message, Tool
-from fctune.data.secrets import MARK, Finding, SecretScanner, list_forms, normalise, to_pattern, walk_value
+from fctune.data.secrets import MARK, MAX_DIGITS, Finding, SecretScanner, list_forms, normalise, to_pattern, walk_value
 from fctune.data.sources.row_builder import ParsedRow
 
+_MIN_QUOTED = 16  # characters of a placeholder that a text repeats
 _MAX_SEGMENT = 64  # characters of a placeholder between two separators
 
 
@@ -52,6 +53,13 @@ class Redaction:
                 if any(placeholder in text for placeholder in placeholders for text in texts):
                     calls[f"messages[{i}].tool_calls[{j}]"] = None
         return {"kinds": dict(sorted(kinds.items())), "calls": list(calls)}
+
+    def is_quoted_in(self, message: Message) -> bool:
+        """Return True if a message holds a placeholder, or the beginning of one."""
+        texts = [message.content or "", message.reasoning or ""]
+        texts += [text for call in message.calls for _, _, text in walk_value(call.arguments, "", "")]
+        starts = {placeholder[:_MIN_QUOTED] for _, placeholder in self.table.values()}
+        return any(start in text for start in starts for text in texts)
 
 
 NOTHING = Redaction([], {})
@@ -98,6 +106,20 @@ class Redactor:
         redacted, num_turns = self._apply(conversation, table)
         return redacted, Redaction(self.scanner.locate(conversation, found), table, num_turns)
 
+    def mute(self, conversation: Conversation, redaction: Redaction) -> Conversation:
+        """Return a conversation whose turns that repeat a placeholder are context, unless they are to be supervised."""
+        if not redaction.table or self.config.supervise:
+            return conversation
+        return replace(
+            conversation,
+            messages=tuple(
+                replace(message, weight=0.0)
+                if message.role == "assistant" and redaction.is_quoted_in(message)
+                else message
+                for message in conversation.messages
+            ),
+        )
+
     def redact_text(self, text: str) -> str:
         """Return a text with placeholders."""
         found = self.scanner.find_in_text(text)
@@ -138,6 +160,8 @@ class Redactor:
         if kind == "private_key":
             return self._make_private_key(text)
         draw = self._draw(kind, normalise(text, kind))
+        if kind in _PASSWORDS and re.fullmatch("[0-9]+", text):
+            return _make_number(len(text), draw)
         if kind == "email":
             return f"user-{_take(draw, _LOWER, 8)}@example.com"
         if kind == "home_path":
@@ -224,6 +248,12 @@ def _make_phone(text: str, draw: Iterator[int]) -> str:
     return "".join(next(digits) if character.isdigit() else character for character in text)
 
 
+def _make_number(length: int, draw: Iterator[int]) -> str:
+    """Return a number of so few different digits that no scan takes it for a password."""
+    digits = "".join(dict.fromkeys(_take(draw, _DIGITS, 64)))[:4]
+    return _take(draw, digits.replace("0", ""), 1) + _take(draw, digits, length - 1)
+
+
 def _take(draw: Iterator[int], alphabet: str, count: int) -> str:
     return "".join(alphabet[number % len(alphabet)] for number in itertools.islice(draw, count))
 
@@ -236,9 +266,12 @@ def _make_replacer(table: dict[str, tuple[str, str]]) -> Callable[[str], str]:
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with its strings changed, keys as well."""
+    """Return a JSON value with its strings and numbers changed, keys as well."""
     if isinstance(value, str):
         return change(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        changed = change(str(value)) if 0 < value < 10**MAX_DIGITS else ""
+        return int(changed) if changed.isdecimal() else value
     if isinstance(value, dict):
         return {change(key): _map_strings(item, change) for key, item in value.items()}
     return [_map_strings(item, change) for item in value] if isinstance(value, list) else value

@@ -60,13 +60,20 @@ PERSONAL_KINDS: dict[str, str] = {
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 MARK = "redacted"
-"""In every placeholder of a secret, by which later scans know it."""
+"""In every placeholder of a secret, by which later scans know it; those of numbers have few different digits."""
+MAX_DIGITS = 32
+"""Digits of the longest number that may be a password."""
 
 _MIN_NAMED = 8  # characters of a value that its name calls a secret; shorter ones are mostly words
+_MIN_TOKEN = 16  # letters and digits in a row of a value that its name calls a token alone, in a text
 _MIN_COMMAND = 6  # characters of a password that a command gets
 _PASSWORD_WORDS = ("pass", "password", "pwd", "secret", "token")
 _MAX_CACHED_TOOLS = 10_000
+_SHORT_TEXT = 100
 _SHOWN_PIECE = 6  # characters of a secret that no message shows
+
+# Names of passwords; keys and tokens that are numbers are ids.
+_PASSWORD_NAME = re.compile("pass|pwd|secret|contrase", re.IGNORECASE)
 
 # Words before "key" and "token" in the names of values that are no secrets.
 _NO_SECRETS = "PUBLIC|CACHE|PARTITION|PRIMARY|SORT|IDEMPOTENCY|PAGE|NEXT|CONTINUATION|SYNC|SKIP"
@@ -141,10 +148,23 @@ def _load_rules() -> tuple[_Rule, ...]:
         ) + ((re.compile(_START + more, flags),) if more else ())
 
     names = _join_names(keyword.DENYLIST)
+    passwords = _join_names(filter(_PASSWORD_NAME.search, keyword.DENYLIST))
     # Quotes may be escaped, as in a result that holds JSON, or JSON within JSON.
     quote = r"(?:\\{0,7}[\"'`])?"
     value = r"([^\s\"'`,;\\<>{}()\[\]]+)"
-    named = rf"(?:{names})(?<!pwd(?==[/~])){quote}\s{{0,3}}(?::=|=>|[:=]|%3[ADad]|\bis\b)\s{{0,3}}{quote}{value}"
+    number = rf"([0-9]{{{_MIN_NAMED},}}){_END}"
+    gets = rf"{quote}\s{{0,3}}(?::=|=>|[:=]|%3[ADad]|\bis\b)\s{{0,3}}{quote}"
+    named = rf"(?:{names})(?<!pwd(?==[/~])){gets}{value}"
+    # A plain "token" is as often a word of a text, or a count.
+    other = "".join(f"(?<!{word}[_-])" for word in _NO_SECRETS.split("|"))
+    token = rf"{other}token{quote}\s{{0,3}}(?::=|=>|[:=]|%3[ADad])\s{{0,3}}{quote}([^\s\"'`,;&\\<>{{}}()\[\]]+)"
+    space = r"(?:\s|\\{1,7}[nrt]){0,40}"
+
+    def pair(names: str) -> str:
+        """Return the pattern of a name and the start of its value, such as those of a header in JSON."""
+        name = rf"(?:name|key|header){quote}{space}:{space}{quote}(?:[\w.-]{{0,40}}[_.-])?(?:{names}){quote}"
+        return rf"{name}{space},{space}{quote}value{quote}{space}:{space}{quote}"
+
     variable = rf"(?![A-Z0-9_]*(?:{_NO_SECRETS})_)(?:[A-Z][A-Z0-9]*_)+(?:KEY|PASS|SECRET|TOKEN)\s?=\s?{quote}{value}"
     return (
         _Rule(
@@ -305,9 +325,27 @@ def _load_rules() -> tuple[_Rule, ...]:
                     rf"--(?<!\S--)(?:[a-z]+-)*(?:{names}|token)\s+{quote}(?=[^\s\"']*[A-Za-z])([^\s\"'`;|&<>]+)",
                     re.IGNORECASE,
                 ),
+                re.compile(rf"(?<![A-Za-z]){pair(names)}{value}", re.IGNORECASE),
             ),
             is_lower=True,
             accepts=_is_named_secret,
+        ),
+        _Rule(
+            "named_secret",
+            ("pass", "pwd", "secret", "contrase"),
+            (
+                re.compile(rf"(?:(?<![A-Za-z])|{_ESCAPE})(?:{passwords}){gets}{number}", re.IGNORECASE),
+                re.compile(rf"(?<![A-Za-z]){pair(passwords)}{number}", re.IGNORECASE),
+            ),
+            is_lower=True,
+            accepts=_is_number,
+        ),
+        _Rule(
+            "named_secret",
+            ("token",),
+            (re.compile(rf"(?<![A-Za-z]){token}", re.IGNORECASE), re.compile(_ESCAPE + token, re.IGNORECASE)),
+            is_lower=True,
+            accepts=lambda text: _is_random(text, _MIN_TOKEN) and _is_named_secret(text),
         ),
         _Rule(
             "named_secret",
@@ -391,10 +429,11 @@ def _is_example(text: str) -> bool:
     )
 
 
-def _is_random(text: str) -> bool:
+def _is_random(text: str, length: int = 12) -> bool:
     """Return True for a text with a long part in which letters and digits are mixed, as names of things have none."""
     return any(
-        re.search(r"\d", part) and re.search(r"[A-Za-z]", part) for part in re.findall(r"[A-Za-z0-9]{12,}", text)
+        re.search(r"\d", part) and re.search(r"[A-Za-z]", part)
+        for part in re.findall(rf"[A-Za-z0-9]{{{length},}}", text)
     )
 
 
@@ -414,6 +453,11 @@ def _is_named_secret(text: str) -> bool:
         and not heuristic.is_potential_uuid(text)
         and not re.fullmatch(r"[\w.]+\(.*\)?|[a-z_]+(?:\.[a-z_]+)+|\d{4}-\d\d-\d\d.*", text)
     )
+
+
+def _is_number(text: str) -> bool:
+    """Return True for a number that is long enough for a password."""
+    return text.isascii() and text.isdecimal() and _MIN_NAMED <= len(text) <= MAX_DIGITS
 
 
 class SecretScanner:
@@ -506,10 +550,10 @@ class SecretScanner:
             self._tools[text] = known
         return known
 
-    def _choose(self, text: str) -> list[_Rule]:
-        """Return the rules that may find something in a text."""
+    def _choose(self, text: str, rules: Sequence[_Rule] | None = None) -> list[_Rule]:
+        """Return the rules that may find something in a text, of all or of those given."""
         lower, chosen = text.lower(), []
-        for rule in self._rules:
+        for rule in self._rules if rules is None else rules:
             searched = lower if rule.is_lower else text
             for anchor in rule.anchors:
                 if anchor in searched:
@@ -519,7 +563,8 @@ class SecretScanner:
 
     def _search(self, text: str, name: str, rules: Sequence[_Rule], found: dict[str, str]) -> None:
         spans: list[tuple[int, int]] = []  # of secrets in this text; elsewhere a part of one is a secret of its own
-        for rule in rules:
+        # Anchors were looked for in all texts together; for a short text, the patterns are as fast.
+        for rule in self._choose(text, rules) if len(text) > _SHORT_TEXT else rules:
             for pattern in rule.patterns:
                 for match in pattern.finditer(text):
                     secret = match[1] if pattern.groups else match[0]
@@ -530,7 +575,12 @@ class SecretScanner:
                     if not is_part and _is_secret(secret, rule):
                         found.setdefault(secret, rule.kind)
                         spans.append((start, end))
-        is_named = name and self.has_secrets and _is_named_secret(text) and _load_name().fullmatch(name) is not None
+        is_named = (
+            name
+            and self.has_secrets
+            and (_is_named_secret(text) or (_is_number(text) and _PASSWORD_NAME.search(name) is not None))
+            and _load_name().fullmatch(name) is not None
+        )
         if is_named and (0, len(text)) not in spans and _is_secret(text, self._named):
             found.setdefault(text, self._named.kind)
 
@@ -707,13 +757,27 @@ def _walk_messages(
 
 
 def walk_value(value: Any, pointer: str, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the location, the name and the text of each string of a JSON value; keys have no name of their own."""
+    """Yield the location, the name and the text of each string of a JSON value; keys have no name of their own.
+
+    A number that is long enough for a password is a text as well. The name of a ``value`` is the ``name`` beside it,
+    as in lists of headers.
+    """
     if isinstance(value, str):
         yield pointer, name, value
+    elif isinstance(value, int):
+        if 10 ** (_MIN_NAMED - 1) <= value < 10**MAX_DIGITS:
+            yield pointer, name, str(value)
     elif isinstance(value, dict):
         for key, item in value.items():
             yield f"{pointer}.{key}", "", key
-            yield from walk_value(item, f"{pointer}.{key}", key)
+            label = _name_value(value) if key in ("value", "Value") else ""
+            yield from walk_value(item, f"{pointer}.{key}", label or key)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from walk_value(item, f"{pointer}[{index}]", name)
+
+
+def _name_value(pair: dict[str, Any]) -> str:
+    """Return the name that an object such as a header has for its value, or an empty text."""
+    names = (pair.get(key) for key in ("name", "Name", "key", "Key", "header"))
+    return next((name for name in names if isinstance(name, str)), "")

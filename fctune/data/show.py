@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from fctune.data.augment.augmented_file import open_augmenter
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.conversation import Conversation, Message, Tool
+from fctune.data.secrets import SecretScanner, list_counts
 from fctune.data.sources import Defect, ParsedRow, has_reasoning_rows, parse_source
 from fctune.data.sources.columns import Columns
 from fctune.data.supervision import SupervisionConfig
@@ -102,7 +104,9 @@ def _iter_forms(
     augment: AugmentConfig | None,
     tools: tuple[Tool, ...],
 ) -> Iterator[tuple[Conversation | None, Text | None]]:
-    """Yield the row, or what augmentation makes of it, each with a line on how it was made; then why not more."""
+    """Yield what secrets the row has; it, or what augmentation makes of it, with how it was made; then why not more."""
+    if kinds := Counter(finding.kind for finding in SecretScanner().locate(parsed)):
+        yield None, Text(f"secrets in this row: {list_counts(kinds, ())}", style="yellow")
     mark = parsed.mark
     if augment is None:
         made = None if mark is None else f"{', '.join(mark['kinds'])} of {mark.get('from', 'another row')}"

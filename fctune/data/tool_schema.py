@@ -81,6 +81,11 @@ class ToolSchema:
         if self._compiled is None:
             self.problem = self._find_problem()
 
+    @functools.cached_property
+    def allows_nothing(self) -> bool:
+        """True if the schema shows at a glance that it allows no arguments at all."""
+        return self.problem is None and allows_nothing(self._schema)
+
     @property
     def check(self) -> Callable[[Any], bool]:
         """Function that does what ``accepts`` does, faster if called often."""
@@ -233,6 +238,26 @@ def to_json_schema(schema: Any) -> Any:
         else:
             result[key] = to_json_schema(value)
     return result
+
+
+def allows_nothing(schema: Any) -> bool:
+    """Return True for a schema that shows at a glance that it allows no value; others may allow none as well.
+
+    The schema is valid.
+    """
+    if not isinstance(schema, dict):
+        return schema is False
+    if any(schema.get(key) == [] for key in ("enum", "type", "anyOf", "oneOf")) or schema.get("not") in ({}, True):
+        return True
+    if any(map(allows_nothing, schema.get("allOf") or ())):
+        return True
+    if any(schema.get(key) and all(map(allows_nothing, schema[key])) for key in ("anyOf", "oneOf")):
+        return True
+    properties, required = schema.get("properties"), schema.get("required")
+    properties = properties if isinstance(properties, dict) else {}
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    names = required if isinstance(required, list) else []
+    return any(allows_nothing(properties.get(name, not is_closed)) for name in names if isinstance(name, str))
 
 
 @functools.cache

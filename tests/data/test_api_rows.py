@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.api_rows import (
     QUESTION,
     RESULT,
     SHAPES,
+    SWIFT_SHAPES,
     SYSTEM,
     THOUGHT,
     Row,
@@ -76,6 +78,28 @@ def test_every_shape_of_one_conversation_reads_the_same(shape: str) -> None:
     assert {key: value for key, value in tool.function.items() if key != "strict"} == api_rows.FUNCTION
     assert parsed.notes.keys() <= NOTE_KINDS.keys()
     assert not list(iter_warnings(parsed))
+
+
+@pytest.mark.parametrize("shape", SWIFT_SHAPES)
+def test_the_roles_of_ms_swift_read_as_the_same_conversation_without_ids(shape: str) -> None:
+    parsed = read(SWIFT_SHAPES[shape])
+    assert parsed.row_format == "openai"
+    said, thought = (LOOKING, THOUGHT) if shape == "a text before the calls" else (None, None)
+    assert [(m.role, m.content, m.calls, m.reasoning) for m in parsed.conversation.messages] == [
+        ("system", SYSTEM, (), None),
+        ("user", QUESTION, (), None),
+        ("assistant", said, tuple(replace(call, id=None) for call in CALLS), thought),
+        ("tool", RESULT, (), None),
+        ("tool", FAILURE, (), None),
+        ("assistant", ANSWER, (), None),
+    ]
+    assert [tool.function for tool in parsed.conversation.tools] == [api_rows.FUNCTION]
+    assert not list(iter_warnings(parsed))
+
+
+def test_broken_rows_of_ms_swift_are_defects() -> None:
+    found = [error_of(row) for row in api_rows.iter_swift_defects()]
+    assert found == [(kind, pointer) for *_, kind, pointer in api_rows.SWIFT_DEFECTS]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

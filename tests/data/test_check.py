@@ -59,6 +59,18 @@ def test_the_real_rows_have_the_known_counts() -> None:
     assert set(kinds(report)) == {"wrong_type", "secret"}
 
 
+def test_a_tool_that_allows_no_arguments_is_a_warning(tmp_path: Path) -> None:
+    closed = {"type": "object", "properties": {"unit": {"enum": []}}, "required": ["unit"]}
+    open_ = {"type": "object", "properties": {"unit": {"enum": []}}}
+    tools = [{"name": name, "parameters": schema} for name, schema in (("locked", closed), ("free", open_))]
+    path = write_rows(tmp_path / "rows.jsonl", [{**make_row("Weather?"), "tools": tools}])
+    report = check_sources([path])
+    (finding,) = report.warning_kinds
+    assert (finding.kind, finding.count) == ("schema_allows_nothing", 1)
+    assert finding.examples[0].pointer == "tools[0].parameters"
+    assert finding.examples[0].reason == "locked: allows no arguments at all"
+
+
 def test_defects_are_reported_with_file_line_and_pointer() -> None:
     report = check_sources([DEFECTS])
     lines = Path(DEFECTS).read_text("utf-8").split("\n")[:-1]
@@ -91,6 +103,7 @@ def test_every_kind_of_warning_is_found(tmp_path: Path) -> None:
             "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}],
             "tools": [{"name": "f", "parameters": odd}],
         },
+        {**make_row("?"), "tools": [{"name": "f", "parameters": {"type": "object", "not": {}}}]},
         {"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "x"}]},
         make_row("My password: aB3xQ9z7kk, and I am jane@corp.org."),
     ]

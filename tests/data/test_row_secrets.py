@@ -364,17 +364,82 @@ NAMED = [
     f"https://host/login?next=%2Fa%3Fpassword%3D{VALUE}",
     json.dumps(f"user: me\npassword: {VALUE}"),
     json.dumps(f"A=1\nDEPLOY_TOKEN={draw(30)}"),
+    json.dumps({"token": draw(20, HEX)}),
+    json.dumps(json.dumps({"user": "ann", "Deploy-Token": draw(20, HEX)})),
+    f"GET https://host/hook?token={draw(20, HEX)}&next=2",
+    json.dumps({"password": 83921734}),
+    json.dumps({"headers": [{"name": "X-Api-Key", "value": draw(20, HEX)}]}),
+    json.dumps(json.dumps([{"key": "DB_PASSWORD", "value": VALUE}], indent=2)),
+    json.dumps([{"name": "authToken", "value": draw(20, HEX)}]),
     json.dumps(f"Łódź {'gh'}p_{draw(36)}").replace(" ", "\\u2003"),
 ]
 
 
 @pytest.mark.parametrize("text", NAMED, ids=range(len(NAMED)))
 def test_secrets_of_commands_headers_and_environments_are_found(text: str) -> None:
-    known = (VALUE, "gh" + "p_" + draw(36), *map(draw, (30, 32, 40, 68)))
+    known = (VALUE, "83921734", "gh" + "p_" + draw(36), draw(20, HEX), *map(draw, (30, 32, 40, 68)))
     secret = next(value for value in known if value in text)
     assert list(SecretScanner().find_in_text(text)) == [secret]
     redacted, _ = Redactor(RedactConfig()).redact(parse(make_row({"result": text})))
     assert secret not in redacted.conversation.to_json()
+
+
+def test_values_of_named_pairs_are_found_and_replaced_as_those_of_keys() -> None:
+    secret = draw(20, HEX)
+    row = make_row({"result": f"sent {secret}"})
+    headers = [{"name": "X-Api-Key", "value": secret}, {"Key": "Accept", "Value": "application/json"}]
+    row["messages"][2]["tool_calls"][0]["function"]["arguments"] = json.dumps({"headers": headers})
+    redacted, redaction = Redactor(RedactConfig()).redact(parse(row))
+    assert {finding.pointer for finding in redaction.findings} == {
+        "messages[2].tool_calls[0].function.arguments.headers[0].value",
+        "messages[3].content",
+    }
+    assert secret not in redacted.conversation.to_json()
+    assert redacted.conversation.messages[2].calls[0].arguments["headers"][1] == headers[1]
+
+
+def test_a_password_that_is_a_number_becomes_another_number() -> None:
+    row = make_row({"user": "my password is 83921734", "result": "logged in with 83921734"})
+    function = row["messages"][2]["tool_calls"][0]["function"]
+    function["arguments"] = json.dumps({"password": 83921734, "order": 83921735, "again": [83921734], "is_new": True})
+    redactor = Redactor(RedactConfig())
+    redacted, redaction = redactor.redact(parse(row))
+    messages = redacted.conversation.messages
+    arguments = messages[2].calls[0].arguments
+    placeholder = arguments["password"]
+    assert isinstance(placeholder, int)
+    assert 10_000_000 <= placeholder <= 99_999_999
+    assert placeholder != 83921734
+    assert arguments == {"password": placeholder, "order": 83921735, "again": [placeholder], "is_new": True}
+    assert messages[1].content == f"user 0 my password is {placeholder}"
+    assert messages[2].weight == 0
+    assert redacted.raw["metadata"]["redacted"]["calls"] == ["messages[2].tool_calls[0]"]
+    place = "messages[2].tool_calls[0].function.arguments"
+    assert {finding.pointer for finding in redaction.findings} == {
+        "messages[1].content", f"{place}.password", f"{place}.again[0]", "messages[3].content",
+    }  # fmt: skip
+    assert redactor.redact(redacted)[1].findings == [], "a placeholder is no secret"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"token": "Ġweather"}, {"token": "Ġunbelievable"}, {"token": 1732450000}, {"token": "1732450000"},
+        {"token": "a1"}, {"token": "<|endoftext|>", "id": 50256}, {"tokens": ["get", "_weather_2"]},
+        {"max_tokens": 40961234}, {"token_count": 40961234}, {"password_length": 12345679}, {"account_key": 83921734},
+        {"next_page_token": draw(24)}, {"name": "nextPageToken", "value": draw(24)},
+        {"token": str(uuid.UUID(int=7**40))}, {"password": "12345678"}, {"password": True},
+        {"name": "password", "value": "required"}, {"name": "Content-Type", "value": "application/vnd.api2+json"},
+        {"name": "token", "value": "1732450000"}, {"name": ["key"], "value": VALUE},
+        {"name": "key", "value": VALUE},
+    ],
+    ids=json.dumps,
+)  # fmt: skip
+def test_tokens_of_texts_counts_and_other_pairs_are_no_secrets(value: dict[str, Any]) -> None:
+    row = make_row({"result": json.dumps(value), "user": json.dumps(json.dumps([value], indent=2))})
+    row["messages"][2]["tool_calls"][0]["function"]["arguments"] = json.dumps({"q": value})
+    assert [(finding.kind, finding.pointer) for finding in SecretScanner().locate(parse(row))] == []
+    assert SecretScanner().find_in_text('{"token": "unbelievable2"}, token: get_weather_of_2_cities') == {}
 
 
 def test_the_path_of_an_augmented_row_holds_placeholders(tmp_path: Path) -> None:
@@ -704,6 +769,27 @@ def test_augmented_rows_and_what_is_skipped_quote_no_part_of_a_secret(tmp_path: 
     assert secret[:10] not in shown
     (row,) = read_rows(out)
     assert re.search(r"user-\w{8}@example\.com/rows\.jsonl:1$", row["metadata"]["augmented"]["from"])
+
+
+def test_tools_of_rows_hold_placeholders_if_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = MAKERS["github_token"][0](5)
+    path = write_rows(tmp_path / "rows.jsonl", [make_row({"default": secret}), make_row({}, 1)])
+    command = ["data", "tools", str(path), "--out", str(tmp_path / "tools.json"), "--force"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "secrets in the tools: github_token 1; --redact replaces them" in said
+    assert_hidden([secret], said)
+    assert main([*command, "--redact"]) == 0
+    assert "secrets in the tools: github_token 1; replaced by placeholders" in capsys.readouterr().out
+    assert_hidden([secret], (tmp_path / "tools.json").read_bytes())
+    assert "ghp_REDACTED" in (tmp_path / "tools.json").read_text(encoding="utf-8")
+
+
+def test_a_row_is_shown_with_the_kinds_of_its_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [make_row({"user": MAKERS["github_token"][0](5)}), make_row({})])
+    for number, is_secret in ((1, True), (2, False)):
+        assert main(["data", "show", str(path), "--row", str(number)]) == 0
+        assert ("secrets in this row: github_token 1" in capsys.readouterr().out) is is_secret
 
 
 def test_held_out_cases_hold_placeholders(planted: tuple[Path, list[str]], tmp_path: Path) -> None:

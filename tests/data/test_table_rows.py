@@ -204,7 +204,11 @@ def test_the_tools_that_rows_carry_are_written_and_only_the_missing_ones_drafted
     assert f"No --tools is needed, as the rows have their tools: fctune tune --data {path}" in said
     assert [tool["function"] for tool in json.loads(out.read_text())] == more
     bare = CALL | {"tools": ""}
-    write(tmp_path, *rows, bare, bare | {"tool": "get_time", "arguments": ""})
+    others = [{"query": "Hello", "response": "Good day."}, CALL | {"arguments": "{"}]
+    write(tmp_path, *rows, bare, bare | {"tool": "get_time", "arguments": ""}, *others)
     assert main(["data", "tools", path, "--out", str(out), "--force"]) == 0
-    assert "1 draft from calls: get_time. Add the descriptions" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 draft from calls: get_time. Add the descriptions" in said
+    counts = "3 with tools, 2 with calls and no tools, 1 with neither, 1 with a defect (arguments_not_json 1)"
+    assert f"7 records: {counts}\n" in said
     assert [tool["function"]["name"] for tool in json.loads(out.read_text())] == ["get_weather", "unused", "get_time"]

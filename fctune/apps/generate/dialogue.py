@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -36,23 +37,26 @@ from fctune.apps.generate.prompts import (
 from fctune.apps.generate.teacher import SERVER_FAILURES, Asker, Dropped, Usage
 from fctune.calls.formats.base import Parsed
 from fctune.calls.matching import call_key, describe_differences, is_exact_match
+from fctune.config.sections.data import RedactConfig
 from fctune.data.augment.wordings import describe_ability, word_question, word_refusal
 from fctune.data.check.overlap import MIN_WORDS, OverlapIndex
 from fctune.data.check.similarity import WordHasher
 from fctune.data.conversation import Call, Conversation, Message, Tool, to_encodable
 from fctune.data.conversion import to_openai_row
+from fctune.data.redaction import Redaction, Redactor
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import RowReader, UnreadRow
 from fctune.data.sources.row_builder import ParsedRow
+from fctune.data.sources.row_formats.base import LeftOut
 from fctune.data.tool_schema import ToolSet
 from fctune.engines.mcp_tools import McpTool, ToolError, call_mcp_tool
-from fctune.tasks.evaluation.held_out import read_questions
 
 _SEED_STEP = 7_919
 _LISTINGS = 3
 _MAX_FIRST_CALLS = 3
 _MIN_REWORDED_WORDS = 5
 _FEW_VALUES = 8
+_MIN_LATER_WORDS = 3
 
 
 class HeldOut:
@@ -70,11 +74,18 @@ class HeldOut:
             for path, cases in items.items()
             if any(len(hasher.hash_words(text)) >= MIN_WORDS for _, texts in cases for text in texts)
         ]
-        self._firsts = {_normalise(texts[0]) for cases in items.values() for _, texts in cases if texts}
+        # Words of messages that are too short for runs of words; a later "Yes, please" is everybody's.
+        self._messages = {
+            words
+            for cases in items.values()
+            for _, texts in cases
+            for number, words in enumerate(map(_list_words, texts))
+            if words and (number == 0 or len(words) >= _MIN_LATER_WORDS)
+        }
 
     def has(self, requests: Sequence[str]) -> bool:
-        """Return True if a user's messages are those of a held-out case, or hold half of its runs of words."""
-        if _normalise(requests[0]) in self._firsts:
+        """Return True if one of a user's messages is a held-out one, or all hold half of a case's runs of words."""
+        if not self._messages.isdisjoint(map(_list_words, requests)):
             return True
         row = Conversation(tuple(Message("user", request) for request in requests))
         with self._lock:
@@ -92,6 +103,8 @@ class Writer:
         held_out: Guard against held-out questions.
         executed: Tools that are really called, by name.
         drafter: Drafts requests, which the teacher rewords; None: the teacher writes them.
+        redactor: Replaces secrets in rows; None leaves them.
+        result_redactor: Replaces secrets in results of executed tools, before the teacher reads them.
     """
 
     teacher: Asker
@@ -100,6 +113,8 @@ class Writer:
     held_out: HeldOut = field(default_factory=lambda: HeldOut({}))
     executed: Mapping[str, McpTool] = field(default_factory=dict)
     drafter: Drafter | None = None
+    redactor: Redactor | None = None
+    result_redactor: Redactor = field(default_factory=lambda: Redactor(RedactConfig()))
 
 
 @dataclass(slots=True)
@@ -161,11 +176,20 @@ def list_values(teacher: Asker, seed: int, tool: Tool, parameter: str) -> Listed
 def write_row(plan: RowPlan, writer: Writer) -> Outcome:
     """Return the row that the teacher writes to a plan, or why it fell."""
     outcome = Outcome(plan)
+    dialogue = _Dialogue(plan, writer, outcome)
     try:
-        outcome.row = _Dialogue(plan, writer, outcome).write()
+        outcome.row = dialogue.write()
     except (Dropped, UnusableText) as error:
         outcome.verdict, outcome.reason = error.kind, str(error)
+    if writer.redactor is not None:
+        outcome.reason, *requests = dialogue.redact_texts([outcome.reason, *outcome.requests], writer.redactor)
+        outcome.requests = tuple(requests)
     return outcome
+
+
+def read_made_row(row: Mapping[str, Any]) -> ParsedRow | Defect | LeftOut:
+    """Return a row as training reads it."""
+    return RowReader("openai").read(UnreadRow("generated", 0, json.dumps(row).encode()))
 
 
 class _Dialogue:
@@ -175,12 +199,16 @@ class _Dialogue:
         self._row = Conversation((), plan.tools)
         self._num_asked = self._num_calls = 0
         self._executed: set[str] = set()
+        self._intended: tuple[Call, ...] = ()
+        self._results: list[Message] = []  # of executed tools, as they are
+        self._hidden: list[Redaction] = []  # what placeholders replace in them
         self._known_results: dict[Hashable, str] = {}  # of first calls, which drafts of later ones needed
 
     def write(self) -> dict[str, Any]:
         writer = self._writer
         turns = self._write_turns()
         self._outcome.requests = tuple(turn.request for turn in turns)
+        self._intended = tuple(call for turn in turns for step in turn.steps for call in step)
         if writer.held_out.has(self._outcome.requests):
             raise Dropped("held_out", "it is in a file of --held-out")
         self._check(call for turn in turns for step in turn.steps[:1] for call in step)
@@ -319,9 +347,10 @@ class _Dialogue:
                 continue
             if (tool := self._writer.executed.get(call.name)) is not None:
                 try:
-                    results[call.id] = call_mcp_tool(tool, call)
+                    results[call.id] = self._hide_secrets(call_mcp_tool(tool, call))
                 except ToolError as error:
-                    raise Dropped("execution_failed", str(error)) from None
+                    reason = self._writer.result_redactor.redact_text(str(error))
+                    raise Dropped("execution_failed", reason) from None
                 self._executed.add(call.name)
         imagined = [call for call in calls if call.id not in results]
         if imagined:
@@ -330,11 +359,39 @@ class _Dialogue:
                 results[call.id] = result
         return [results[call.id] for call in calls]
 
+    def _hide_secrets(self, result: str) -> str:
+        """Return the result of an executed tool with placeholders; the teacher's server may be another's."""
+        self._results.append(Message("tool", result))  # earlier ones may tell what is a secret
+        redacted, redaction = self._writer.result_redactor.redact_conversation(Conversation(tuple(self._results)))
+        here = f"messages[{len(self._results) - 1}]"
+        if findings := [finding for finding in redaction.findings if finding.pointer.startswith(here)]:
+            self._hidden.append(Redaction(findings, redaction.table))
+        return redacted.messages[-1].content or ""
+
+    def _redact(self) -> tuple[Conversation, Redaction]:
+        """Return the row as it is written, and what placeholders replace in it."""
+        row, text = self._row, self._row.to_json()
+        found = [one for one in self._hidden if any(placeholder in text for _, placeholder in one.table.values())]
+        if self._writer.redactor is not None:
+            row, more = self._writer.redactor.redact_conversation(row)
+            found.append(more)
+        findings = [finding for one in found for finding in one.findings]
+        redaction = Redaction(findings, {form: kind for one in found for form, kind in one.table.items()})
+        return self._writer.result_redactor.mute(row, redaction), redaction
+
+    def redact_texts(self, texts: Sequence[str], redactor: Redactor) -> list[str]:
+        """Return texts about the row with placeholders; the row and its calls tell which values are secrets."""
+        said = [*(Message("user", text) for text in texts), *self._row.messages]
+        said.append(Message("assistant", None, self._intended))
+        redacted, _ = redactor.redact_conversation(Conversation(tuple(said)))
+        return [message.content or "" for message in redacted.messages[: len(texts)]]
+
     def _finish(self) -> dict[str, Any]:
         """Return the row with its provenance, if it is read back as it is."""
         plan, writer = self._plan, self._writer
-        row = to_openai_row(self._row)
-        read = RowReader("openai").read(UnreadRow("generated", 0, json.dumps(row).encode()))
+        conversation, redaction = self._redact()
+        row = to_openai_row(conversation)
+        read = read_made_row(row)
         if not isinstance(read, ParsedRow):
             raise Dropped("invalid_row", read.reason if isinstance(read, Defect) else "its reader leaves it out")
         if to_openai_row(read.conversation)["messages"] != row["messages"]:
@@ -352,7 +409,10 @@ class _Dialogue:
             made["judge"] = writer.judge.engine.model
         if self._executed:
             made["executed"] = sorted(self._executed)
-        return {**row, "metadata": {"generated": made}}
+        metadata: dict[str, Any] = {"generated": made}
+        if redaction.findings:
+            metadata["redacted"] = redaction.make_mark(conversation)
+        return {**row, "metadata": metadata}
 
     def _ask(self, messages: Sequence[Message], schema: Mapping[str, Any]) -> str:
         return self._writer.teacher.ask(messages, schema, self._next_seed(), self._outcome.usage)
@@ -381,5 +441,7 @@ def _compare(intended: Sequence[Call], calls: Sequence[Call], has_arguments: boo
         raise Dropped("other_calls", "one call is made twice")
 
 
-def _normalise(text: str) -> str:
-    return " ".join(read_questions([Message("user", text)])).casefold()
+def _list_words(text: str) -> tuple[str, ...]:
+    """Return what is equal for all spellings of a message: its words, or the text if it has none."""
+    text = text.casefold()
+    return tuple(re.findall(r"\w+", text) or text.split())

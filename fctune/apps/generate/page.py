@@ -27,7 +27,7 @@ def write_page(report: Report, settings: Mapping[str, Any], path: str | os.PathL
     """Write the page of a run."""
     tone: Any = "good" if report.ending == "complete" else "warn" if report.kept else "bad"
     page = Page(f"Generated rows: {settings['teacher']}", f"{ENDINGS[report.ending]} {report.problem}".strip(), tone)
-    usage = report.usage
+    usage = report.spent
     page.add_tiles(
         [
             make_count_tile(report.asked, "row", "", " asked for"),
@@ -42,6 +42,7 @@ def write_page(report: Report, settings: Mapping[str, Any], path: str | os.PathL
     _add_reasons(page, report)
     _add_tools(page, report)
     _add_fallen(page, report)
+    page.add_section("Secrets", ". ".join(report.describe_secrets()) + ".")
     page.add_section("Settings", make_settings("Setting", {k: v for k, v in settings.items() if v is not None}))
     page.write(path, f"fctune data generate, {format_count(len(report.kept), 'row')}")
 

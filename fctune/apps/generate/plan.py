@@ -10,14 +10,13 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fctune.apps.generate.kinds import KINDS
 from fctune.apps.generate.references import find_unresolvable, inline_references
 from fctune.apps.generate.values import draw_arguments
 from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call, Tool
-from fctune.data.tool_schema import ToolSet
+from fctune.data.tool_schema import ToolSet, allows_nothing
 
 _MIN_OFFERED = 3
 _NUM_EXAMPLES = 2
@@ -222,27 +221,10 @@ def check_tools(tools: Sequence[Tool]) -> None:
             problems.append(f"{problem}. Correct it.")
         elif (reference := find_unresolvable(tool.parameters)) is not None:
             problems.append(f"{tool.name}: its schema refers to {reference}, which is not in it. Correct it.")
-        elif tool.function.get("parameters") is False or _allows_nothing(tool.parameters):
+        elif tool.function.get("parameters") is False or allows_nothing(tool.parameters):
             problems.append(f"{tool.name}: its schema allows no arguments at all, so no call is valid. Correct it.")
     if problems:
         raise ConfigError("\n".join(f"--tools: {problem}" for problem in problems))
-
-
-def _allows_nothing(schema: Any) -> bool:
-    """Return True for a schema that shows at a glance that it allows no value; others may allow none as well."""
-    if not isinstance(schema, dict):
-        return schema is False
-    if any(schema.get(key) == [] for key in ("enum", "type", "anyOf", "oneOf")) or schema.get("not") in ({}, True):
-        return True
-    if any(map(_allows_nothing, schema.get("allOf") or ())):
-        return True
-    if any(schema.get(key) and all(map(_allows_nothing, schema[key])) for key in ("anyOf", "oneOf")):
-        return True
-    properties, required = schema.get("properties"), schema.get("required")
-    properties = properties if isinstance(properties, dict) else {}
-    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    names = required if isinstance(required, list) else []
-    return any(_allows_nothing(properties.get(name, not is_closed)) for name in names if isinstance(name, str))
 
 
 def _list_required(tool: Tool) -> list[str]:

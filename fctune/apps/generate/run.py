@@ -15,13 +15,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fctune.apps.generate.dialogue import Outcome, Writer, list_values, write_row
+from fctune.apps.generate.dialogue import Outcome, Writer, list_values, read_made_row, write_row
 from fctune.apps.generate.drafts import Drafter, list_unknown
 from fctune.apps.generate.plan import Planner, RowPlan
 from fctune.apps.generate.teacher import SERVER_FAILURES, Budget, Usage
 from fctune.base.errors import ConfigError, Interrupted
 from fctune.base.files import write_atomically
 from fctune.data.check.similarity import SeenTexts, WordHasher
+from fctune.data.secrets import SecretCounts, SecretScanner
+from fctune.data.sources.row_builder import ParsedRow
 from fctune.tasks.evaluation.results import ResultsFile, read_settings
 
 Ending = Literal["complete", "budget", "unusable", "unreachable", "exhausted"]
@@ -43,7 +45,10 @@ class Report:
         kept: Rows that were kept, in order.
         verdicts: Number of outcomes by kind of row and verdict, ``kept`` included.
         fallen: Log rows of dropped outcomes.
-        usage: What all requests took.
+        usage: What the requests for these rows took, and those for values.
+        interrupted: What the requests for rows took that a Ctrl-C, a kill or the end of a run cut off.
+        secrets: Secrets in the rows that were kept.
+        redacted: Secrets that placeholders replace in them.
         ending: Why the run ended.
         problem: The commonest reason, if the teacher was given up.
     """
@@ -53,6 +58,9 @@ class Report:
     verdicts: dict[str, Counter[str]] = field(default_factory=dict)
     fallen: list[dict[str, Any]] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
+    interrupted: Usage = field(default_factory=Usage)
+    secrets: SecretCounts = field(default_factory=SecretCounts)
+    redacted: SecretCounts = field(default_factory=SecretCounts)
     ending: Ending = "complete"
     problem: str = ""
 
@@ -60,6 +68,18 @@ class Report:
     def asked(self) -> int:
         """Number of rows that the teacher was asked for: those kept and those dropped."""
         return sum(counts.total() for counts in self.verdicts.values())
+
+    @property
+    def spent(self) -> Usage:
+        """What all requests took."""
+        total = replace(self.usage)
+        total.add(self.interrupted)
+        return total
+
+    def describe_secrets(self) -> list[str]:
+        """Return counts of the secrets that were replaced, and of those that the rows have."""
+        replaced = [self.redacted.describe(is_redacted=True)] if self.redacted.kinds else []
+        return [*replaced, self.secrets.describe_with_option(is_redacted=False)]
 
     @property
     def dropped(self) -> Counter[str]:
@@ -76,6 +96,9 @@ class Report:
             "dropped": dict(self.dropped),
             "kinds": {kind: {"wanted": wanted, **self.verdicts.get(kind, {})} for kind, wanted in self.wanted.items()},
             "usage": asdict(self.usage),
+            "interrupted": asdict(self.interrupted),
+            "secrets": self.secrets.to_json(),
+            "redacted": self.redacted.to_json(),
             "ending": self.ending,
             "problem": self.problem,
         }
@@ -120,7 +143,7 @@ def generate_rows(
         raise ConfigError(
             f"--out {out}: exists, and no run of this command has written it. Pass --fresh to replace it."
         )
-    values_path = log_path(out).with_name("values.json")
+    values_path, usage_path = (log_path(out).with_name(name) for name in ("values.json", "usage.jsonl"))
     recorded = {"num": num_rows, **(settings or {})}
     # Other held-out files are no other rows: those that are there are checked against the present ones.
     earlier = None if is_fresh else read_settings(results.path)
@@ -132,6 +155,8 @@ def generate_rows(
     try:
         if is_fresh:
             values_path.unlink(missing_ok=True)
+            usage_path.unlink(missing_ok=True)
+        run.open_budget(usage_path, values_path, logged)
         if drafts_requests:
             run.list_values(values_path, concurrency)
         run.run(concurrency, logged)
@@ -141,6 +166,7 @@ def generate_rows(
     finally:
         budget.is_stopped = True
         results.close()
+        run.report.interrupted = budget.used.subtract(run.report.usage)
         _write_rows(out, run.report.kept)
         results.write_summary(run.report.to_json())
         results.finish(sorted(run.ids, key=int))
@@ -166,9 +192,33 @@ class _Run:
         self._on_outcome = on_outcome
         self._seen = SeenTexts(WordHasher())
         self._new: list[str] = []  # verdicts of this run
-        self.report = Report(wanted)
+        self._scanner = SecretScanner() if writer.redactor is None else writer.redactor.scanner
+        self.report = Report(wanted, secrets=SecretCounts(searched=list(self._scanner.kinds)))
         self.ids: set[str] = set()  # of the lines in the log
         self._counted: set[str] = set()
+
+    def open_budget(self, path: Path, values_path: Path, logged: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take up what earlier runs used, and record what this one uses in a file, which a kill leaves complete.
+
+        The log alone lacks the requests for rows that were cut off.
+        """
+        known = Usage()
+        for row in logged.values():
+            known.add(Usage(**row["usage"]))
+        if values_path.is_file():
+            known.add(Usage(**json.loads(values_path.read_text(encoding="utf-8"))["usage"]))
+        known.add(_read_usage(path).subtract(known))
+        self._budget.used.add(known)
+        write_atomically(path, _to_line(self._budget.used))
+
+        def record(used: Usage) -> None:
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(_to_line(used))
+            except OSError as error:
+                raise ConfigError(f"{path}: cannot be written ({error.strerror}).") from None
+
+        self._budget.on_use = record
 
     def list_values(self, path: Path, concurrency: int) -> None:
         """Let the teacher list values that the schemas do not give, unless a file of an earlier run has them."""
@@ -188,15 +238,12 @@ class _Run:
                 write_atomically(path, json.dumps(listed, indent=1, ensure_ascii=False) + "\n")
         else:
             listed = json.loads(path.read_text(encoding="utf-8"))
-            self._budget.used.add(Usage(**listed["usage"]))
         self.report.usage.add(Usage(**listed["usage"]))
         self._writer = replace(self._writer, drafter=Drafter({(tool, name): v for tool, name, v in listed["values"]}))
 
     def run(self, concurrency: int, logged: Mapping[str, Mapping[str, Any]]) -> None:
         """Ask for rows until the run ends; sets how it ended in the report."""
         self.ids |= logged.keys()
-        for row in logged.values():
-            self._budget.used.add(Usage(**row["usage"]))
         pool = ThreadPoolExecutor(concurrency, thread_name_prefix="generate")
         index = wave = 0
         try:
@@ -309,10 +356,18 @@ class _Run:
         report.usage.add(Usage(**line["usage"]))
         if line["verdict"] == "kept":
             report.kept.append(line["row"])
+            self._count_secrets(line["row"])
         else:
             report.fallen.append(line)
         if is_new:
             self._new.append(line["verdict"])
+
+    def _count_secrets(self, row: Mapping[str, Any]) -> None:
+        if (mark := row["metadata"].get("redacted")) is not None:
+            self.report.redacted.add(SecretCounts(1, mark["kinds"]))
+        read = read_made_row(row)
+        if isinstance(read, ParsedRow):
+            self.report.secrets.count(self._scanner.locate(read))
 
     def _settle(self, line: dict[str, Any], is_new: bool) -> dict[str, Any]:
         """Return the line of a row with the verdict that it has now; the log gets it if it is another than before.
@@ -356,6 +411,16 @@ def _to_log(outcome: Outcome) -> dict[str, Any]:
         "usage": asdict(outcome.usage),
         "row": outcome.row if outcome.verdict == "kept" else None,
     }
+
+
+def _to_line(usage: Usage) -> str:
+    return json.dumps(asdict(usage)) + "\n"
+
+
+def _read_usage(path: Path) -> Usage:
+    """Return the total that a run recorded last; a line that a kill cut off is ignored."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    return Usage(**json.loads(lines[-1])) if lines else Usage()
 
 
 def _write_rows(out: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,17 @@ class Usage:
         self.completion_tokens += other.completion_tokens
         self.cost += other.cost
 
+    def subtract(self, other: Usage) -> Usage:
+        """Return what was used beyond ``other``."""
+        if self.requests <= other.requests:
+            return Usage()
+        return Usage(
+            self.requests - other.requests,
+            max(self.prompt_tokens - other.prompt_tokens, 0),
+            max(self.completion_tokens - other.completion_tokens, 0),
+            round(max(self.cost - other.cost, 0.0), 9),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Price:
@@ -88,6 +99,7 @@ class Budget:
         max_requests: Requests to teacher and judge; attempts of one request count once.
         max_cost: In the currency of the prices.
         used: What was used so far.
+        on_use: Called with ``used`` before each request and after its answer.
     """
 
     max_tokens: int | None = None
@@ -95,6 +107,7 @@ class Budget:
     max_cost: float | None = None
     used: Usage = field(default_factory=Usage)
     is_stopped: bool = False
+    on_use: Callable[[Usage], None] = lambda used: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -128,6 +141,7 @@ class Budget:
             if (option := self.spent) is not None:
                 raise Dropped("budget", f"{option} is reached")
             self.used.requests += 1
+            self.on_use(self.used)
 
     def count(self, usage: Usage) -> None:
         """Add the tokens and the price of a request that ``begin`` has counted."""
@@ -135,6 +149,7 @@ class Budget:
             self.used.prompt_tokens += usage.prompt_tokens
             self.used.completion_tokens += usage.completion_tokens
             self.used.cost += usage.cost
+            self.on_use(self.used)
 
 
 class Asker:

@@ -27,6 +27,7 @@ WARNING_KINDS: dict[str, str] = {
     "reasoning_switched_off": "reasoning in a row that switches thinking off",
     "repeated_call": "the same call twice in one turn",
     "repeated_tool": "a tool declared twice, identically",
+    "schema_allows_nothing": "a tool's parameters allow no arguments at all, so that no call of it is valid",
     "schema_invalid": "a tool's parameters are not valid JSON Schema",
     "schema_unusable": "a tool's parameters refer to themselves endlessly, or to another document",
     "schema_violation": "arguments that violate another rule of the tool's schema",
@@ -70,10 +71,11 @@ def iter_warnings(row: ParsedRow) -> Iterator[RowWarning]:
         yield RowWarning("", "spelled_control_token", found)
     tools = {tool.name: tool for tool in row.conversation.tools}
     for i, tool in enumerate(row.conversation.tools):
-        problem = _load(tool).problem
-        if problem is not None:
-            pointer = f"{row.tools_pointer}[{i}]{row.tools_suffix}.parameters{problem.path}"
-            yield RowWarning(pointer, problem.kind, f"{tool.name}: {problem.reason}")
+        schema, pointer = _load(tool), f"{row.tools_pointer}[{i}]{row.tools_suffix}.parameters"
+        if (problem := schema.problem) is not None:
+            yield RowWarning(f"{pointer}{problem.path}", problem.kind, f"{tool.name}: {problem.reason}")
+        elif schema.allows_nothing:
+            yield RowWarning(pointer, "schema_allows_nothing", f"{tool.name}: allows no arguments at all")
     located = iter(row.call_pointers)
     for message, pointer in zip(row.conversation.messages, row.message_pointers, strict=True):
         pointers = [next(located) for _ in message.calls]

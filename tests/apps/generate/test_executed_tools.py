@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -52,6 +53,46 @@ def test_a_named_read_only_tool_is_called_and_no_other(tmp_path: Path) -> None:
                 assert is_real == ("get_weather" in names)
                 num_results += is_real
     assert num_results == called["get_weather"] > 4
+
+
+def test_secrets_in_results_are_replaced_before_the_teacher_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = "gh" + "p_" + "kq81ZxPv30mNeTrWLsYu7b5AdFhJ2cQ9oXt4"
+
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        if arguments["city"] < "c":
+            raise ValueError(f"no city for {secret}")
+        return json.dumps({"token": secret})
+
+    out = tmp_path / "rows.jsonl"
+    with serve_tools(LISTED[:1], call) as url, serve_teacher(Teacher()) as log:
+        assert generate(log.url, url, out, "--execute", "get_weather", "--kinds", "one_call", num=4) == 0
+        sent = json.dumps(log.bodies)
+    rows, folder = read_rows(out), out.with_suffix(".generate")
+    for text in (sent, *(path.read_text() for path in (out, *folder.glob("*.json*")))):
+        assert secret not in text
+        assert secret[-20:] not in text
+    for row in rows:
+        *_, result, answer = row["messages"]
+        assert json.loads(result["content"])["token"].startswith("ghp_REDACTED")
+        assert "ghp_REDACTED" in answer["content"]
+        assert answer["weight"] == 0, "no placeholder is learned as a value"
+        assert row["metadata"]["redacted"] == {"kinds": {"github_token": 1}, "calls": []}
+    said = capsys.readouterr().out
+    assert "4 secrets in 4 rows (github_token 4) replaced by placeholders\nfound in the rows' texts: secrets 0" in said
+    assert read_summary(out)["redacted"]["kinds"] == {"github_token": 4}
+
+
+def test_a_secret_that_an_earlier_result_names_is_replaced_in_later_ones(tmp_path: Path) -> None:
+    results = itertools.cycle(['{"password": "kittens-Of-4Doors"}', '{"note": "use kittens-Of-4Doors"}'])
+    out = tmp_path / "rows.jsonl"
+    with serve_tools(LISTED[:1], lambda name, arguments: next(results)) as url, serve_teacher(Teacher()) as log:
+        options = ["--execute", "get_weather", "--kinds", "repeated_tool", "--concurrency", "1"]
+        assert generate(log.url, url, out, *options, num=2) == 0
+        sent = json.dumps(log.bodies)
+    assert "kittens" not in sent + out.read_text()
+    assert [row["metadata"]["redacted"]["kinds"] for row in read_rows(out)] == [{"named_secret": 2}] * 2
 
 
 def test_a_call_that_fails_drops_its_row(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fctune.apps.generate.dialogue import HeldOut
 from fctune.apps.generate.kinds import KINDS
 from fctune.apps.generate.plan import Planner
 from fctune.apps.generate.run import WAVE
@@ -388,6 +389,48 @@ def test_a_budget_ends_the_run_and_a_larger_one_resumes_it(tools: Path, tmp_path
     assert len(set(indices)) == len(indices)
 
 
+def test_a_budget_counts_the_requests_for_rows_that_were_cut_off(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        time.sleep(0.02)
+        return False
+
+    numbers = iter(range(1000))
+
+    def interrupt(run: Any) -> None:
+        if next(numbers) == 5:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "rows.jsonl"
+    with serve_teacher(Teacher(slow)) as log:
+        with monkeypatch.context() as patch:
+            patch.setattr("fctune.apps.generate.run._Run._judge_teacher", interrupt)
+            assert generate(log.url, tools, out) == 130
+        summary = read_summary(out)
+        num_cut_off = summary["interrupted"]["requests"]
+        total = summary["usage"]["requests"] + num_cut_off
+        time.sleep(0.3)  # for requests on their way
+        num_sent = len(log.bodies)
+        assert num_cut_off > 0
+        assert total >= num_sent
+        assert generate(log.url, tools, out, "--max-requests", str(total)) == 0
+        assert read_summary(out)["ending"] == "budget"
+        assert len(log.bodies) == num_sent, "the budget was used up by the interrupted run"
+        shown = capsys.readouterr().out
+        assert f"{total} requests, " in shown
+        assert f"; {num_cut_off} requests of them for rows that were cut off\n" in shown
+        # A kill leaves neither the lines of unfinished rows nor a summary.
+        lines = out.with_suffix(".generate") / "log.jsonl"
+        lines.write_text("".join(json.dumps(line) + "\n" for line in read_log(out)[:2]))
+        with (out.with_suffix(".generate") / "usage.jsonl").open("a") as file:
+            file.write('{"requests": 9')
+        assert generate(log.url, tools, out, "--max-requests", str(total)) == 0
+        assert len(log.bodies) == num_sent
+        assert generate(log.url, tools, out) == 0
+    assert read_summary(out)["kept"] == 24
+
+
 def test_tokens_that_no_server_reports_are_no_budget(
     tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -470,6 +513,22 @@ def test_held_out_questions_are_dropped_and_a_teacher_of_nothing_else_is_given_u
     assert "nothing that the teacher answered was usable. held_out, 16 of the last 16" in said
 
 
+@pytest.mark.parametrize(
+    ("requests", "is_held_out"),
+    [
+        (["Water level at Dunmore?"], True),
+        (["Good morning", "water level at  Dunmore"], True),
+        (["And at Kells, please"], True),
+        (["Water level at Kells?"], False),
+        (["What is the weather?", "Yes"], False),
+        (["Good evening", "?!"], False),
+    ],
+)
+def test_short_held_out_questions_are_found_in_every_turn(requests: list[str], is_held_out: bool) -> None:
+    cases = [("a", ["Water level at Dunmore?", "Yes."]), ("b", ["Hello", "And at Kells, please?"]), ("c", ["!", "?"])]
+    assert HeldOut({"cases.jsonl": cases}).has(requests) is is_held_out
+
+
 def test_rows_that_are_held_out_by_now_are_dropped_when_a_run_is_resumed(tools: Path, tmp_path: Path) -> None:
     held_out, out = tmp_path / "cases.jsonl", tmp_path / "rows.jsonl"
     held_out.write_text(json.dumps(make_own_row("Is there a ferry to the island on Sundays?")) + "\n")
@@ -550,6 +609,27 @@ def test_requests_imitate_the_users_own_rows(tools: Path, tmp_path: Path) -> Non
     assert all("gimme the weather, pronto" in body["messages"][1]["content"] for body in written)
 
 
+def test_rows_that_are_not_imitated_are_counted(
+    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.jsonl"
+    failed = {"request": {"messages": [{"role": "user", "content": "Hi"}]}, "response": None}
+    silent = {"messages": [{"role": "assistant", "content": "Welcome."}]}
+    rows = [make_own_row("gimme the weather, pronto"), {"messages": 3}, {"messages": 4}, failed, silent]
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = "2 rows cannot be read (message_shape 2); 1 row left out (answer_failed 1); "
+    counts += "1 row without a message of the user"
+    with serve_teacher(Teacher()) as log:
+        assert generate(log.url, tools, tmp_path / "a.jsonl", "--seed-rows", str(own), num=1) == 0
+        assert f"--seed-rows {own}: {counts}\n" in capsys.readouterr().out
+        own.write_text("".join(json.dumps(make_own_row(f"question {i}")) + "\n" for i in range(500)))
+        assert generate(log.url, tools, tmp_path / "b.jsonl", "--seed-rows", str(own), num=1) == 0
+        assert "--seed-rows" not in capsys.readouterr().out
+        own.write_text("".join(json.dumps(make_own_row(f"question {i}")) + "\n" for i in range(501)))
+        assert generate(log.url, tools, tmp_path / "c.jsonl", "--seed-rows", str(own), num=1) == 0
+        assert f"--seed-rows {own}: only the first 500 rows are read\n" in capsys.readouterr().out
+
+
 def test_requests_with_secrets_are_not_sent_to_the_teacher(
     tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -587,6 +667,32 @@ def make_own_row(request: str, call: dict[str, Any] | None = None) -> dict[str, 
         ]
     tool = {"name": "log_in", "parameters": {"type": "object", "properties": {"password": {"type": "string"}}}}
     return {"messages": [{"role": "user", "content": request}, *answers], "tools": [tool]}
+
+
+def test_secrets_of_the_teacher_are_counted_and_replaced_if_asked_for(
+    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = "gh" + "p_" + "kq81ZxPv30mNeTrWLsYu7b5AdFhJ2cQ9oXt4"
+
+    def give_away(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if kind == "write":
+            handler.say((make_answer(kind, body)[0] or "").replace('"request": "', f'"request": "as {secret} '))
+        return kind == "write"
+
+    kept, out = tmp_path / "kept.jsonl", tmp_path / "rows.jsonl"
+    with serve_teacher(Teacher(give_away)) as log:
+        assert generate(log.url, tools, kept, "--kinds", "one_call", num=4) == 0
+        assert "4 secrets in 4 rows (github_token 4); --redact replaces them" in capsys.readouterr().out
+        options = ["--kinds", "one_call", "--redact", "--html", str(tmp_path / "page.html")]
+        assert generate(log.url, tools, out, *options, num=4) == 0
+        assert "4 secrets in 4 rows (github_token 4) replaced by placeholders" in capsys.readouterr().out
+        assert generate(log.url, tools, out, *options, num=4) == 0, "a complete run is read as it was written"
+        assert generate(log.url, tools, out, "--kinds", "one_call", num=4) == 2
+    assert secret in kept.read_text()
+    written = [out, tmp_path / "page.html", *out.with_suffix(".generate").glob("*.json*")]
+    assert not any(secret[-20:] in path.read_text() for path in written)
+    assert all("as ghp_REDACTED" in row["messages"][0]["content"] for row in read_rows(out))
+    assert all("as ghp_REDACTED" in line["requests"][0] for line in read_log(out) if line["requests"])
 
 
 def test_the_teacher_does_not_see_what_was_intended(tools: Path, tmp_path: Path) -> None:
