@@ -42,7 +42,7 @@ class RowProfile:
     Attributes:
         source: The run or file that they are of.
         augment: Shares by kind of ``data.augment``, with which they were trained.
-        has_replay: General rows were mixed in.
+        replay: The config's ``data.replay``; empty: no rows were mixed in.
         learning_rate: The highest of the run; None: unknown.
         base_reasons: The base reasons on the cases, so that it can lose that.
         called_share: Share of the held-out requests with a fitting tool in which the result calls one; None: unknown.
@@ -59,7 +59,7 @@ class RowProfile:
 
     source: str
     augment: Mapping[str, float] = field(default_factory=dict)
-    has_replay: bool = False
+    replay: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
     base_reasons: bool = True
     called_share: float | None = None
@@ -192,7 +192,7 @@ class TrainingHistory:
         given = data.get("augment") or {}
         shares = {kind: parse_share(given[kind]) for kind in AUGMENT_KINDS if kind in given}
         rate = (self.config.get("optimizer") or {}).get("lr")
-        profile = RowProfile(self.source, shares, bool(data.get("replay")), rate)
+        profile = RowProfile(self.source, shares, data.get("replay") or {}, rate)
         profile.max_tools = given.get("max_tools", profile.max_tools)
         for source, row in islice(self.iter_rows(), _MAX_ROWS):
             profile.add_parsed(source, row)
