@@ -21,6 +21,7 @@ from fctune.data.conversation import Conversation
 from fctune.data.sources import ParsedRow
 from fctune.engines.model_files import is_on_disk
 from fctune.runs.directory import RunFiles
+from fctune.runs.tune_directory import read_repeat
 from fctune.tasks.evaluation.held_out import (
     DistinctRequests,
     QuestionSearch,
@@ -141,7 +142,7 @@ class TrainingHistory:
         run: The run; None: the rows were named.
         rows: Sources of rows that were named.
         config: The run's config; empty if unknown.
-        command: The command that started the run; None: unknown.
+        command: The command that started the run, with what was edited in the config of a tune; None: unknown.
     """
 
     source: str
@@ -211,7 +212,7 @@ def find_history(tuned: str, rows: Sequence[str] = ()) -> TrainingHistory | None
         return TrainingHistory(", ".join(rows), None, tuple(rows)) if rows else None
     try:
         record = json.loads(RunFiles(run).run.read_text(encoding="utf-8"))
-        config, command = record["config"], record.get("command")
+        config, command = record["config"], read_repeat(run) or record.get("command")
     except (OSError, ValueError, KeyError, TypeError):  # find_leaks reports it
         config, command = {}, None
     source = ", ".join(rows) if rows else str(run)
