@@ -693,6 +693,7 @@ class _Tune:
         return {
             "verdict": report.verdict,
             "is_blocked": report.is_blocked,
+            "still_blocking": list(map(dict, report.still_blocking)),
             "lines": [f"  {line.line.title}: {line.verdict}" for line in report.lines],
             "findings": report.describe_findings(),
             "commands": list(report.commands),
@@ -734,24 +735,17 @@ class _Tune:
             tools: Number of the rows' tools and the most of a row; None: of a tune by an older version.
         """
         from fctune.apps.tune.trial import describe_trial
+        from fctune.apps.tune.verdict import describe_release, describe_verdict
         from fctune.runs.release import read_mark
 
         run = shlex.quote(str(self.out / RUN))
-        verdict = judged["verdict"]
-        meaning = {
-            "safe": "nothing got worse than its tolerance",
-            "worse": "a line got worse, so serve and push refuse the result",
-            "undecided": "some lines have too few cases to tell; nothing is known to be worse",
-        }[verdict]
+        marked = read_mark(self.out / RUN)
+        is_blocked, is_cleared = marked is not None, marked is None and judged["is_blocked"]
+        style = {"safe": "bold green", "worse": "bold red"}.get(judged["verdict"], "bold yellow")
         self.say()
-        self.say(
-            f"verdict: {verdict} ({meaning})", {"safe": "bold green", "worse": "bold red"}.get(verdict, "bold yellow")
-        )
-        later = None if judged["is_blocked"] else read_mark(self.out / RUN)
-        if later is not None:
-            titles = ", ".join(f"{line['title']} ({line['verdict']})" for line in later)
-            self.say(f"stopped since then by fctune gate, so serve and push refuse the result: {titles}", "bold red")
-        is_blocked = bool(judged["is_blocked"]) or later is not None
+        self.say(describe_verdict(judged), style)
+        if release := describe_release(judged, marked):
+            self.say(release, "bold red" if is_blocked else "bold green")
         counts = tools or {"count": 0, "most_offered": 0}
         trial = describe_trial(
             self.out, self.out / RUN, self._find_cases(), counts["count"], counts["most_offered"], self.progress.write
@@ -763,11 +757,12 @@ class _Tune:
             self.say(f"serve it:     fctune serve {run}")
             if not is_tiny:
                 self.say(f"publish it:   fctune push {run} OWNER/NAME")
-        for finding in judged.get("findings", []):  # of tunes by this version
+        findings = [] if is_cleared else judged.get("findings", [])  # of tunes by this version
+        for finding in findings:
             self.say(finding)
-        for command in judged.get("commands", []):
+        for command in [] if is_cleared else judged.get("commands", []):
             self.say(f"remedy:       {command}")
-        if is_tiny and not judged.get("findings"):
+        if is_tiny and not findings:
             self.say("next:         the same command with --model MODEL and another --out, for a model that is of use")
         return int(is_blocked)
 

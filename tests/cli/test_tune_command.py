@@ -226,17 +226,62 @@ def test_a_result_that_a_later_gate_stopped_is_not_offered(
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
-    if tuned.code:
-        pytest.skip("the gate of this tune stopped it already")
-    run = tuned.folder / "out" / "run"
-    mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse"}], run / "gate.json")
+    passing, run = [*tuned.command, "gate.tolerance=95%"], tuned.folder / "out" / "run"
     try:
-        assert main(tuned.command) == 1
+        assert main(passing) == 0
+        assert "serve it:" in capsys.readouterr().out
+        mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse"}], run / "gate.json")
+        assert main(passing) == 1
         output = capsys.readouterr().out
         assert "stopped since then by fctune gate, so serve and push refuse the result: instructions (worse)" in output
         assert "serve it:" not in output
     finally:
         remove_mark(run)
+        assert main(tuned.command) == tuned.code
+
+
+def test_a_result_that_a_later_gate_cleared_is_offered(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
+    strict = [*tuned.command, "gate.require_safe=true"]  # which so few cases cannot be
+    blocked = re.compile("^blocked, so serve and push refuse the result: .*and require_safe is set", re.MULTILINE)
+    try:
+        for _ in range(2):
+            assert main(strict) == 1
+            output = capsys.readouterr().out
+            assert blocked.search(output), "the second start says why, as the first one does"
+            assert "serve it:" not in output
+        gate = ["gate", "--base", str(TINY_BASE), "--tuned", "out/run", "--out", "other", "--tolerance", "95%"]
+        assert main(gate) == 0
+        capsys.readouterr()
+        for _ in range(2):
+            assert main(strict) == 0
+            output = capsys.readouterr().out
+            assert "cleared since then by fctune gate, so serve and push take the result" in output
+            assert "serve it:     fctune serve out/run" in output
+            assert "refuse the result" not in output
+            assert "remedy:" not in output
+    finally:
+        assert main(tuned.command) == tuned.code
+
+
+def test_a_result_that_an_earlier_gate_still_blocks_is_told_at_each_start(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
+    run = tuned.folder / "out" / "run"
+    mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse", "n": 9}], run / "gate.json")
+    try:
+        for _ in range(2):
+            assert main([*tuned.command, "gate.tolerance=95%"]) == 1
+            output = capsys.readouterr().out
+            assert "blocked, so serve and push refuse the result: " in output
+            assert "instructions (worse in an earlier gate; not run in this one)" in output
+            assert "serve it:" not in output
+    finally:
+        remove_mark(run)
+        assert main(tuned.command) == tuned.code
 
 
 def test_the_gate_s_settings_can_be_changed_after_training(
