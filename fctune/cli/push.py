@@ -151,5 +151,8 @@ def _find_run(export: Path) -> RunRecord | None:
     from fctune.runs.directory import RunFiles
     from fctune.runs.record import read_run
 
-    folder = export.resolve().parent.parent
-    return read_run(folder) if RunFiles(folder).run.is_file() else None
+    for path in (export.absolute(), export.resolve()):  # the first may be a link to checkpoint.fallback_dir
+        folder = path.parent.parent
+        if RunFiles(folder).run.is_file():
+            return read_run(folder)
+    return None
