@@ -10,6 +10,7 @@ from typing import Any
 from fctune.base.errors import ConfigError
 from fctune.base.files import write_atomically
 from fctune.runs.directory import RunFiles
+from fctune.runs.tune_directory import find_run_dir
 
 FILE_NAME = "not_released"
 _EXPORTS = ("merged", "adapter")  # of one run, which are released together
@@ -23,9 +24,9 @@ def find_marks(model: str | Path) -> list[Path]:
     is refused by either path.
 
     Args:
-        model: The output directory of a run, one of its exports, or a model or adapter directory.
+        model: The output directory of a run or a tune, one of its exports, or a model or adapter directory.
     """
-    path = Path(model)
+    path = find_run_dir(model)
     run_export = RunFiles(path).export
     if run_export.is_dir() and not any((path / name).is_file() for name in _CONFIGS):
         exports = run_export
