@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from fctune.cli.data_rows import (
     repeat_reading_options,
 )
 from fctune.cli.parser import is_override
+from fctune.cli.tune_result import TuneResult, show_progress
 from fctune.config.intervals import format_count, format_duration
 from fctune.config.sections.data import REDACT_KINDS, SourceConfig
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
@@ -33,7 +33,6 @@ from fctune.runs.directory import RunFiles
 from fctune.runs.tune_directory import RUN
 
 if TYPE_CHECKING:
-    from fctune.apps.gate import GateReport
     from fctune.apps.plan.plan import Plan
     from fctune.apps.tune.choices import Draft, RowFacts
     from fctune.apps.tune.machine import Machine
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 _TINY = "fctune/assets/tiny_base"
 _CONFIG = "tune.yaml"
-_GATE, _PAGE, _ROWS = "gate", "report.html", "rows"
+_ROWS = "rows"
 _CLEANINGS = ("invalid", *REDACT_KINDS)
 _CLEANED = ["invalid", "secrets"]  # by --clean alone
 _MAX_MEASURED = 600  # answers, as many as are held out for a gate at most
@@ -248,9 +247,10 @@ class _Tune:
         self._record_repeat(found["plan"])
         if (code := self._train(found["plan"])) != 0:
             return code
-        found["gate"] = self._do("gate", self._judge, self.out / _GATE / "gate.json")
-        self._do("report", self._report, self.out / _PAGE)
-        return self._print_next(found["gate"], found["check"].get("tools"))
+        result = TuneResult(self.config, self.out, self.options.cases, self.say)
+        found["gate"] = self._do("gate", result.judge, result.verdict)
+        self._do("report", result.report, result.page)
+        return result.print_next(found["gate"], found["check"].get("tools"), self.progress, is_tiny=self.model == _TINY)
 
     def _do(self, step: str, action: Callable[[], dict[str, Any]], output: Path | None = None) -> dict[str, Any]:
         """Return what a step found: now, or when it was done, if its output is still there."""
@@ -646,9 +646,8 @@ class _Tune:
         config = load_run_config(path)
         processes = self.machine.num_processes
         self.say(f"train: {format_count(processes, 'process', 'processes')}; Ctrl-C saves", "bold")
-        code = launch_recipe(
-            shipped_dir("recipes") / f"{config.recipe}.py", ["--config", str(path)], processes, self.out / RUN, _show
-        )
+        recipe = shipped_dir("recipes") / f"{config.recipe}.py"
+        code = launch_recipe(recipe, ["--config", str(path)], processes, self.out / RUN, show_progress)
         if code == 0:
             self.progress.finish("train", {"config": digest})
         else:
@@ -656,115 +655,8 @@ class _Tune:
             how = (
                 f"correct {path} or the command, and re-run it" if code == 2 else "re-run the same command to resume it"
             )
-            _show(f"{why}; {how}")
+            show_progress(f"{why}; {how}")
         return code
-
-    def _judge(self) -> dict[str, Any]:
-        """Ask base and result the same cases, and judge each line."""
-        from fctune.apps.gate import run_gate
-        from fctune.cli.gate import print_report
-        from fctune.cli.tables import make_console
-        from fctune.models.run_config import load_run_config, resolve_base
-        from fctune.tasks.evaluation.results import ResultsConflictError
-
-        config, cases = load_run_config(self.out / _CONFIG), self._find_cases()
-        if not cases.is_file():
-            raise DataError(
-                f"{cases}: is missing, so there is nothing to judge with. Pass --cases FILE to fctune gate."
-            )
-
-        def judge(is_fresh: bool) -> GateReport:
-            return run_gate(
-                str(resolve_base(config)),
-                str(self.out / RUN),
-                self.out / _GATE,
-                cases=cases,
-                config=config.gate,
-                is_fresh=is_fresh,
-                log=_show,
-            )
-
-        try:
-            report = judge(is_fresh=False)
-        except ResultsConflictError:
-            _show("the answers of an earlier gate are of another model, other cases or another fctune; asking again")
-            report = judge(is_fresh=True)
-        print_report(make_console(), report, self.out / _GATE, has_remedies=False)  # told at the end, by every start
-        return {
-            "verdict": report.verdict,
-            "is_blocked": report.is_blocked,
-            "still_blocking": list(map(dict, report.still_blocking)),
-            "lines": [f"  {line.line.title}: {line.verdict}" for line in report.lines],
-            "findings": report.describe_findings(),
-            "commands": list(report.commands),
-            "settings": self.config.gate_digest(),
-        }
-
-    def _find_cases(self) -> Path:
-        from fctune.models.run_config import load_run_config
-        from fctune.tasks.evaluation.held_out import HELD_OUT_FILE
-
-        gate = load_run_config(self.out / _CONFIG).gate
-        named = gate.cases if gate is not None else None
-        return Path(self.options.cases or named or self.out / RUN / HELD_OUT_FILE)
-
-    def _report(self) -> dict[str, Any]:
-        """Write the page of the run, with the gate's verdict and the accuracy before and after."""
-        from fctune.apps.report.run_page import write_run_html
-        from fctune.apps.report.run_sections import GateResult
-        from fctune.runs.figures import Pricing
-        from fctune.runs.record import read_run
-        from fctune.tasks.evaluation.accuracy import find_accuracies, pair_results
-
-        record = read_run(self.out / RUN)
-        page = self.out / _PAGE
-        after, before = (self.out / _GATE / f"{side}.held_out.jsonl" for side in ("tuned", "base"))
-        judged = [pair_results(after, before)] if after.is_file() and before.is_file() else []
-        report = json.loads((self.out / _GATE / "gate.json").read_text(encoding="utf-8"))
-        gate = GateResult(report, f"{_GATE}/gate.html")
-        accuracies = [*judged, *find_accuracies(record)]
-        write_run_html([record], page, [accuracies], [[]], Pricing(None, None, 0.0), [], gate)
-        self.say(f"  page: {page}")
-        return {}
-
-    def _print_next(self, judged: dict[str, Any], tools: dict[str, int] | None) -> int:
-        """Print the verdict, its reasons and the commands that come next, the most useful last; returns the exit code.
-
-        Args:
-            judged: What the gate found.
-            tools: Number of the rows' tools and the most of a row; None: of a tune by an older version.
-        """
-        from fctune.apps.tune.trial import describe_trial
-        from fctune.apps.tune.verdict import describe_release, describe_verdict
-        from fctune.runs.release import read_mark
-
-        run = shlex.quote(str(self.out / RUN))
-        marked = read_mark(self.out / RUN)
-        is_blocked, is_cleared = marked is not None, marked is None and judged["is_blocked"]
-        style = {"safe": "bold green", "worse": "bold red"}.get(judged["verdict"], "bold yellow")
-        self.say()
-        self.say(describe_verdict(judged), style)
-        if release := describe_release(judged, marked):
-            self.say(release, "bold red" if is_blocked else "bold green")
-        counts = tools or {"count": 0, "most_offered": 0}
-        trial = describe_trial(
-            self.out, self.out / RUN, self._find_cases(), counts["count"], counts["most_offered"], self.progress.write
-        )
-        for label, line in zip(("try it:", "", ""), trial, strict=False):
-            self.say(f"{label:<13} {line}")
-        is_tiny = self.model == _TINY
-        if not is_blocked:
-            self.say(f"serve it:     fctune serve {run}")
-            if not is_tiny:
-                self.say(f"publish it:   fctune push {run} OWNER/NAME")
-        findings = [] if is_cleared else judged.get("findings", [])  # of tunes by this version
-        for finding in findings:
-            self.say(finding)
-        for command in [] if is_cleared else judged.get("commands", []):
-            self.say(f"remedy:       {command}")
-        if is_tiny and not findings:
-            self.say("next:         the same command with --model MODEL and another --out, for a model that is of use")
-        return int(is_blocked)
 
     def _command(self) -> str:
         from fctune.runs.directory import find_typed_command
@@ -820,7 +712,3 @@ def _count_prepared(prepared: PreparedSet, num_cases: int) -> dict[str, int]:
         "held_out": len(held_out),
         "cases": num_cases,
     }
-
-
-def _show(line: str) -> None:
-    print(escape_controls(f"fctune tune: {line}"), file=sys.stderr, flush=True)

@@ -71,6 +71,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
             text=True,
         )
         assert process.returncode in (0, 1), process.stdout + process.stderr
+        assert "verdict:" in process.stdout, process.stderr  # an unexpected error is 1, too
         yield Tuned(folder, command, process.stdout, process.returncode)
 
 
@@ -282,6 +283,34 @@ def test_a_result_that_an_earlier_gate_still_blocks_is_told_at_each_start(
     finally:
         remove_mark(run)
         assert main(tuned.command) == tuned.code
+
+
+def test_the_directory_of_a_tune_is_taken_wherever_a_run_is(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tuned.folder / "out" / "run"
+    was_marked = bool(tuned.code)
+    serve, push, export = ["serve", "out", "--print"], ["push", "out", "me/mine"], ["export", "out", "--to", "gguf"]
+    if not was_marked:
+        mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse"}], run / "gate.json")
+    try:
+        for words in (serve, [*push, "--yes"], export):
+            assert main(words) == 2
+            assert "because the gate stopped it" in capsys.readouterr().err, words
+    finally:
+        if not was_marked:
+            remove_mark(run)
+    assert main([*serve, "--force"]) == 0
+    options = shlex.split(capsys.readouterr().out)
+    assert options[options.index("--model") + 1] == "out/run/export/merged"
+    assert options[options.index("--served-model-name") + 1] == "out"
+    for words in ([*push, "--print-card"], ["watch", "out", "--once"], ["report", "out", "--out", "page.html"]):
+        assert main(words) == 0
+    assert main(["eval", "--model", "out", "--suite", "out/run/held_out.jsonl", "--limit", "1"]) == 0
+    assert "training data" not in capsys.readouterr().err
+    history = find_history("out")
+    assert history is not None
+    assert history.run == run
 
 
 def test_the_gate_s_settings_can_be_changed_after_training(
