@@ -10,7 +10,7 @@ from typing import Any
 def add_commands(commands: Any) -> None:
     """Add ``fctune export`` to the command-line parser."""
     export = commands.add_parser("export", help="convert a run's export for llama.cpp and Ollama (GGUF)")
-    export.add_argument("model", metavar="PATH", help="a run's output directory, a model directory, or hf:NAME")
+    export.add_argument("model", metavar="PATH", help="directory of a run or a tune, a model directory, or hf:NAME")
     export.add_argument("--to", choices=("gguf",), required=True, help="the file format")
     export.add_argument(
         "--quantize", metavar="TYPE", help="f32, f16, bf16, q8_0, q6_k, q5_k_m or q4_k_m; default: the model's dtype"

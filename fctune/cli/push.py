@@ -29,7 +29,7 @@ def add_commands(commands: Any) -> None:
         description="Upload a run's export and its model card to the Hugging Face hub, with the token in HF_TOKEN. "
         "Only the files of an export are uploaded; they are listed first, and the upload is confirmed.",
     )
-    push.add_argument("model", metavar="PATH", help="a run's output directory, a model directory or an adapter")
+    push.add_argument("model", metavar="PATH", help="directory of a run or a tune, a model directory or an adapter")
     push.add_argument("name", metavar="OWNER/NAME", help="the repository; created if it does not exist")
     push.add_argument("--public", action="store_true", help="create a public repository; default: private")
     push.add_argument("--revision", metavar="BRANCH", help="default: main")
@@ -151,5 +151,8 @@ def _find_run(export: Path) -> RunRecord | None:
     from fctune.runs.directory import RunFiles
     from fctune.runs.record import read_run
 
-    folder = export.resolve().parent.parent
-    return read_run(folder) if RunFiles(folder).run.is_file() else None
+    for path in (export.absolute(), export.resolve()):  # the first may be a link to checkpoint.fallback_dir
+        folder = path.parent.parent
+        if RunFiles(folder).run.is_file():
+            return read_run(folder)
+    return None

@@ -18,7 +18,9 @@ _STYLES = {"PASS": "green", "FAIL": "red"}
 def add_commands(commands: Any) -> None:
     """Add ``fctune report`` to the command line."""
     report = commands.add_parser("report", help="write an HTML page of one run, or a comparison of several")
-    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="output_dir of a run; several runs are compared")
+    report.add_argument(
+        "runs", nargs="+", metavar="RUN_DIR", help="output_dir of a run, or a tune's --out; several runs are compared"
+    )
     report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     report.add_argument(
         "--after",

@@ -16,7 +16,7 @@ from fctune.cli.parser import add_template_args_argument
 def add_commands(commands: Any) -> None:
     """Add ``fctune serve`` to the command-line parser."""
     serve = commands.add_parser("serve", help="serve a run's export with vLLM and the matching tool parser")
-    serve.add_argument("model", metavar="PATH", help="a run's output directory, a model directory or an adapter")
+    serve.add_argument("model", metavar="PATH", help="directory of a run or a tune, a model directory or an adapter")
     serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     serve.add_argument("--name", help="the served model's name; default: the run's")
     serve.add_argument("--python", default=sys.executable, help="Python with vLLM; default: this one")

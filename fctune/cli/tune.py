@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fctune.apps.tune.progress import GATE_SETTINGS, RUN, Progress, split_settings
+from fctune.apps.tune.progress import GATE_SETTINGS, Progress, split_settings
 from fctune.base.errors import ConfigError, DataError, Interrupted
 from fctune.base.terminal import Terminal, escape_controls
 from fctune.cli.data_rows import (
@@ -28,13 +25,14 @@ from fctune.cli.data_rows import (
     repeat_reading_options,
 )
 from fctune.cli.parser import is_override
+from fctune.cli.tune_result import TuneResult, show_progress
 from fctune.config.intervals import format_count, format_duration
 from fctune.config.sections.data import REDACT_KINDS, SourceConfig
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.runs.directory import RunFiles
+from fctune.runs.tune_directory import RUN
 
 if TYPE_CHECKING:
-    from fctune.apps.gate import GateReport
     from fctune.apps.plan.plan import Plan
     from fctune.apps.tune.choices import Draft, RowFacts
     from fctune.apps.tune.machine import Machine
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 
 _TINY = "fctune/assets/tiny_base"
 _CONFIG = "tune.yaml"
-_GATE, _PAGE, _ROWS = "gate", "report.html", "rows"
+_ROWS = "rows"
 _CLEANINGS = ("invalid", *REDACT_KINDS)
 _CLEANED = ["invalid", "secrets"]  # by --clean alone
 _MAX_MEASURED = 600  # answers, as many as are held out for a gate at most
@@ -168,16 +166,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     from fctune.data.sources.reader import list_files
 
     for word in arguments.settings:
-        key = word.removeprefix("~").partition("=")[0]
-        if option := next((option for name, option in _OPTIONS.items() if f"{key}.".startswith(f"{name}.")), None):
-            raise ConfigError(f"{word}: fctune tune sets this key by {option}. Pass that instead.")
-        if key in _SECTIONS:
-            raise ConfigError(
-                f"{word}: fctune tune sets a part of {key} by {_SECTIONS[key]}. Set other keys one at a time, such as "
-                f"{'data.seq_len=2048' if key == 'data' else 'model.chat_template=hermes'}."
-            )
-        if key == "adapter":
-            raise ConfigError(f"{word}: fctune tune trains adapters. To train all weights, use fctune train.")
+        _check_setting(word)
     if arguments.gpus is not None and arguments.gpus < 0:
         raise ConfigError(f"--gpus {arguments.gpus}: expected 0 or more.")
     for path in arguments.data:
@@ -197,14 +186,38 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--out {arguments.out}: is a file. Name a directory.")
 
 
+def _check_setting(word: str) -> None:
+    """Check that the command takes a setting.
+
+    Raises:
+        ConfigError: An option sets it.
+    """
+    key = _read_key(word)
+    if option := next((option for name, option in _OPTIONS.items() if f"{key}.".startswith(f"{name}.")), None):
+        raise ConfigError(f"{word}: fctune tune sets this key by {option}. Pass that instead.")
+    if key in _SECTIONS:
+        raise ConfigError(
+            f"{word}: fctune tune sets a part of {key} by {_SECTIONS[key]}. Set other keys one at a time, such as "
+            f"{'data.seq_len=2048' if key == 'data' else 'model.chat_template=hermes'}."
+        )
+    if key == "adapter":
+        raise ConfigError(f"{word}: fctune tune trains adapters. To train all weights, use fctune train.")
+
+
+def _read_key(word: str) -> str:
+    return word.removeprefix("~").partition("=")[0]
+
+
 class _Tune:
     """One tune: its steps in order, each skipped if it is done."""
 
     def __init__(self, arguments: argparse.Namespace, progress: Progress):
         from fctune.apps.tune.rows import RowOptions
+        from fctune.apps.tune.written_config import WrittenConfig
 
         self.arguments, self.progress = arguments, progress
         self.out: Path = arguments.out
+        self.config = WrittenConfig(arguments.out / _CONFIG)
         self.model: str = arguments.model or _TINY
         self.console = Terminal(highlight=False, soft_wrap=True, markup=False)
         self.sources = list_sources(arguments, arguments.data)
@@ -231,11 +244,13 @@ class _Tune:
             return 0
         self._check_config(found["plan"])
         self._update_gate(found)
+        self._record_repeat(found["plan"])
         if (code := self._train(found["plan"])) != 0:
             return code
-        found["gate"] = self._do("gate", self._judge, self.out / _GATE / "gate.json")
-        self._do("report", self._report, self.out / _PAGE)
-        return self._print_next(found["gate"], found["check"].get("tools"))
+        result = TuneResult(self.config, self.out, self.options.cases, self.say)
+        found["gate"] = self._do("gate", result.judge, result.verdict)
+        self._do("report", result.report, result.page)
+        return result.print_next(found["gate"], found["check"].get("tools"), self.progress, is_tiny=self.model == _TINY)
 
     def _do(self, step: str, action: Callable[[], dict[str, Any]], output: Path | None = None) -> dict[str, Any]:
         """Return what a step found: now, or when it was done, if its output is still there."""
@@ -251,14 +266,13 @@ class _Tune:
 
     def _forget_stale_plan(self) -> None:
         """Have the plan made again, before training, if its config is gone or is for another machine and not edited."""
-        planned, path = self.progress.find("plan"), self.out / _CONFIG
+        planned, config = self.progress.find("plan"), self.config
         if planned is None or self.progress.has_training_begun:
             return
-        is_gone = not path.is_file()
         is_other = planned.get("machine") != self.machine.name
-        if is_gone or (is_other and _digest(path.read_text(encoding="utf-8")) == planned["config"]):
+        if not config.exists or (is_other and config.digest() == planned["config"]):
             other = f"was made for {planned.get('machine')}, and this machine has {self.machine.name}"
-            reason = f"{path} is gone" if is_gone else other
+            reason = other if config.exists else f"{config.path} is gone"
             self.say(f"plan: {reason}; made again", "yellow")
             self.progress.forget("plan")
 
@@ -504,7 +518,8 @@ class _Tune:
         path = self.progress.write(_CONFIG, text)
         self.say(f"  config: {path}")
         words = split_settings(self.arguments.settings)[GATE_SETTINGS]
-        return {"config": _digest(text), "machine": self.machine.name, "gate": words}
+        written = {"config": self.config.digest(), "values": draft.values}
+        return {**written, "machine": self.machine.name, "gate": words}
 
     def _require_fit(self, architecture: Any, model_dir: Path | None, draft: Draft) -> None:
         """Choose a layout that fits; without the size of the rows, only see that there is one.
@@ -539,23 +554,46 @@ class _Tune:
 
     def _check_config(self, planned: dict[str, Any]) -> None:
         """Say that the config was edited, and refuse it if the result was trained without the edit."""
-        path = self.out / _CONFIG
-        if not path.is_file():
-            raise ConfigError(f"{path}: is gone, and the result was trained with it. Choose another --out.")
+        config = self.config
+        if not config.exists:
+            raise ConfigError(f"{config.path}: is gone, and the result was trained with it. Choose another --out.")
         trained = self.progress.find("train")
-        digest = _digest(path.read_text(encoding="utf-8"))
-        if trained is not None and trained["config"] not in (digest, _digest(_divide(path)[0])):
+        if trained is not None and trained["config"] not in (config.digest(), config.training_digest()):
             raise ConfigError(
-                f"{path}: was edited after training. Train it with `fctune train {shlex.quote(str(path))} "
-                "output_dir=ANOTHER`, or undo the edit."
+                f"{config.path}: was edited after training. Train it with `fctune train "
+                f"{shlex.quote(str(config.path))} output_dir=ANOTHER`, or undo the edit."
             )
-        if trained is None and planned["config"] != digest:
-            self.say(f"{path} was edited: trained as it is", "yellow")
+        if trained is None and self._list_edits(planned) != []:
+            self.say(f"{config.path} was edited: trained as it is", "yellow")
             self._check_gate()
         judged = self.progress.find("gate")
-        if judged is not None and judged.get("settings") not in (None, _digest(_divide(path)[1])):
-            self.say(f"the gate section of {path} was edited: judged again", "yellow")
+        if judged is not None and judged.get("settings") not in (None, config.gate_digest()):
+            self.say(f"the gate section of {config.path} was edited: judged again", "yellow")
             self.progress.forget("gate")
+
+    def _list_edits(self, planned: dict[str, Any]) -> list[str] | None:
+        """Return overrides for what was edited in the config; None: unknown, of a plan by an older version."""
+        if "values" in planned:
+            return self.config.list_edits(planned["values"])
+        return [] if planned["config"] == self.config.digest() else None
+
+    def _record_repeat(self, planned: dict[str, Any]) -> None:
+        """Record the command that trains again with the edits; what ``fctune tune`` cannot set, ``train`` can."""
+        from fctune.runs.directory import find_typed_command
+
+        if (typed := find_typed_command()) is None:
+            return
+        edits = self._list_edits(planned)
+        try:
+            for word in edits or ():
+                _check_setting(word)
+        except ConfigError:
+            edits = None
+        if edits is None:
+            self.progress.set_repeat(["fctune", "train", str(self.config.path)])
+            return
+        keys = set(map(_read_key, edits))
+        self.progress.set_repeat([*(word for word in typed if _read_key(word) not in keys), *edits])
 
     def _check_gate(self, cases: Sequence[Case] | None = None, config: RunConfig | None = None) -> None:
         """Check the settings of the gate, of the written config unless one is given.
@@ -575,16 +613,23 @@ class _Tune:
     def _update_gate(self, found: dict[str, Any]) -> None:
         """Rewrite the gate section of the config if the command's settings of it changed after training began."""
         words = split_settings(self.arguments.settings)[GATE_SETTINGS]
-        if found["plan"].get("gate", words) == words:
+        planned = found["plan"]
+        if planned.get("gate", words) == words:
             return
-        path = self.out / _CONFIG
         draft, _, _ = self._draft_sized(found)
         self._check_gate(config=draft.parse())
-        others, _ = _divide(path)
-        self.progress.write(_CONFIG, others + _divide_text(draft.render(""))[1])
-        self.progress.amend("plan", gate=words)
+        was_edited = planned["config"] != self.config.digest()
+        self.progress.write(_CONFIG, self.config.with_gate_of(draft.render("")))
+        changed: dict[str, Any] = {"gate": words}
+        if not was_edited:
+            changed["config"] = self.config.digest()
+        if "values" in planned:
+            others = {name: value for name, value in planned["values"].items() if name != "gate"}
+            changed["values"] = others | {name: value for name, value in draft.values.items() if name == "gate"}
+        self.progress.amend("plan", **changed)
+        found["plan"] = planned | changed
         if self.progress.find("train") is not None:
-            self.progress.amend("train", config=_digest(others))
+            self.progress.amend("train", config=self.config.training_digest())
 
     def _train(self, planned: dict[str, Any]) -> int:
         """Train, or resume training; returns the run's exit code."""
@@ -597,13 +642,12 @@ class _Tune:
         from fctune.models.run_config import load_run_config
         from fctune.training.launcher import launch_recipe
 
-        digest = _digest(_divide(path)[0])
+        digest = self.config.training_digest()
         config = load_run_config(path)
         processes = self.machine.num_processes
         self.say(f"train: {format_count(processes, 'process', 'processes')}; Ctrl-C saves", "bold")
-        code = launch_recipe(
-            shipped_dir("recipes") / f"{config.recipe}.py", ["--config", str(path)], processes, self.out / RUN, _show
-        )
+        recipe = shipped_dir("recipes") / f"{config.recipe}.py"
+        code = launch_recipe(recipe, ["--config", str(path)], processes, self.out / RUN, show_progress)
         if code == 0:
             self.progress.finish("train", {"config": digest})
         else:
@@ -611,120 +655,8 @@ class _Tune:
             how = (
                 f"correct {path} or the command, and re-run it" if code == 2 else "re-run the same command to resume it"
             )
-            _show(f"{why}; {how}")
+            show_progress(f"{why}; {how}")
         return code
-
-    def _judge(self) -> dict[str, Any]:
-        """Ask base and result the same cases, and judge each line."""
-        from fctune.apps.gate import run_gate
-        from fctune.cli.gate import print_report
-        from fctune.cli.tables import make_console
-        from fctune.models.run_config import load_run_config, resolve_base
-        from fctune.tasks.evaluation.results import ResultsConflictError
-
-        config, cases = load_run_config(self.out / _CONFIG), self._find_cases()
-        if not cases.is_file():
-            raise DataError(
-                f"{cases}: is missing, so there is nothing to judge with. Pass --cases FILE to fctune gate."
-            )
-
-        def judge(is_fresh: bool) -> GateReport:
-            return run_gate(
-                str(resolve_base(config)),
-                str(self.out / RUN),
-                self.out / _GATE,
-                cases=cases,
-                config=config.gate,
-                is_fresh=is_fresh,
-                log=_show,
-            )
-
-        try:
-            report = judge(is_fresh=False)
-        except ResultsConflictError:
-            _show("the answers of an earlier gate are of another model, other cases or another fctune; asking again")
-            report = judge(is_fresh=True)
-        print_report(make_console(), report, self.out / _GATE, has_remedies=False)  # told at the end, by every start
-        return {
-            "verdict": report.verdict,
-            "is_blocked": report.is_blocked,
-            "lines": [f"  {line.line.title}: {line.verdict}" for line in report.lines],
-            "findings": report.describe_findings(),
-            "commands": list(report.commands),
-            "settings": _digest(_divide(self.out / _CONFIG)[1]),
-        }
-
-    def _find_cases(self) -> Path:
-        from fctune.models.run_config import load_run_config
-        from fctune.tasks.evaluation.held_out import HELD_OUT_FILE
-
-        gate = load_run_config(self.out / _CONFIG).gate
-        named = gate.cases if gate is not None else None
-        return Path(self.options.cases or named or self.out / RUN / HELD_OUT_FILE)
-
-    def _report(self) -> dict[str, Any]:
-        """Write the page of the run, with the gate's verdict and the accuracy before and after."""
-        from fctune.apps.report.run_page import write_run_html
-        from fctune.apps.report.run_sections import GateResult
-        from fctune.runs.figures import Pricing
-        from fctune.runs.record import read_run
-        from fctune.tasks.evaluation.accuracy import find_accuracies, pair_results
-
-        record = read_run(self.out / RUN)
-        page = self.out / _PAGE
-        after, before = (self.out / _GATE / f"{side}.held_out.jsonl" for side in ("tuned", "base"))
-        judged = [pair_results(after, before)] if after.is_file() and before.is_file() else []
-        report = json.loads((self.out / _GATE / "gate.json").read_text(encoding="utf-8"))
-        gate = GateResult(report, f"{_GATE}/gate.html")
-        accuracies = [*judged, *find_accuracies(record)]
-        write_run_html([record], page, [accuracies], [[]], Pricing(None, None, 0.0), [], gate)
-        self.say(f"  page: {page}")
-        return {}
-
-    def _print_next(self, judged: dict[str, Any], tools: dict[str, int] | None) -> int:
-        """Print the verdict, its reasons and the commands that come next, the most useful last; returns the exit code.
-
-        Args:
-            judged: What the gate found.
-            tools: Number of the rows' tools and the most of a row; None: of a tune by an older version.
-        """
-        from fctune.apps.tune.trial import describe_trial
-        from fctune.runs.release import read_mark
-
-        run = shlex.quote(str(self.out / RUN))
-        verdict = judged["verdict"]
-        meaning = {
-            "safe": "nothing got worse than its tolerance",
-            "worse": "a line got worse, so serve and push refuse the result",
-            "undecided": "some lines have too few cases to tell; nothing is known to be worse",
-        }[verdict]
-        self.say()
-        self.say(
-            f"verdict: {verdict} ({meaning})", {"safe": "bold green", "worse": "bold red"}.get(verdict, "bold yellow")
-        )
-        later = None if judged["is_blocked"] else read_mark(self.out / RUN)
-        if later is not None:
-            titles = ", ".join(f"{line['title']} ({line['verdict']})" for line in later)
-            self.say(f"stopped since then by fctune gate, so serve and push refuse the result: {titles}", "bold red")
-        is_blocked = bool(judged["is_blocked"]) or later is not None
-        counts = tools or {"count": 0, "most_offered": 0}
-        trial = describe_trial(
-            self.out, self.out / RUN, self._find_cases(), counts["count"], counts["most_offered"], self.progress.write
-        )
-        for label, line in zip(("try it:", "", ""), trial, strict=False):
-            self.say(f"{label:<13} {line}")
-        is_tiny = self.model == _TINY
-        if not is_blocked:
-            self.say(f"serve it:     fctune serve {run}")
-            if not is_tiny:
-                self.say(f"publish it:   fctune push {run} OWNER/NAME")
-        for finding in judged.get("findings", []):  # of tunes by this version
-            self.say(finding)
-        for command in judged.get("commands", []):
-            self.say(f"remedy:       {command}")
-        if is_tiny and not judged.get("findings"):
-            self.say("next:         the same command with --model MODEL and another --out, for a model that is of use")
-        return int(is_blocked)
 
     def _command(self) -> str:
         from fctune.runs.directory import find_typed_command
@@ -780,22 +712,3 @@ def _count_prepared(prepared: PreparedSet, num_cases: int) -> dict[str, int]:
         "held_out": len(held_out),
         "cases": num_cases,
     }
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _divide(path: Path) -> tuple[str, str]:
-    """Return the text of a config without its gate section, and that section."""
-    return _divide_text(path.read_text(encoding="utf-8"))
-
-
-def _divide_text(text: str) -> tuple[str, str]:
-    text = text.rstrip("\n") + "\n"
-    found = re.search(r"^gate:.*\n(?:(?:[ \t].*)?\n)*", text, re.MULTILINE)
-    return (text, "") if found is None else (text[: found.start()] + text[found.end() :], found[0])
-
-
-def _show(line: str) -> None:
-    print(escape_controls(f"fctune tune: {line}"), file=sys.stderr, flush=True)

@@ -2,9 +2,9 @@
 
     python -m eval.validate DIR [--like MODEL] [--format NAME] [--suite smoke | --no-calls] [--json FILE]
 
-DIR is a model directory, or a run's output directory, whose export/merged is checked and compared with export/adapter
-on the run's base. --like is a model, named as in eval.tool_calls, whose logits DIR should reproduce. Exit code 0 if
-every check passes, 1 if one fails, 2 for wrong usage.
+DIR is a model directory, or the output directory of a run or a tune, whose export/merged is checked and compared with
+export/adapter on the run's base. --like is a model, named as in eval.tool_calls, whose logits DIR should reproduce.
+Exit code 0 if every check passes, 1 if one fails, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fctune.cli.eval_options import parse_eval_arguments
 from fctune.cli.files import write_file
 from fctune.cli.tables import make_console
 from fctune.engines.model_files import ModelFiles, find_model
+from fctune.runs.tune_directory import find_run_dir
 
 if TYPE_CHECKING:
     from fctune.tasks.evaluation.validation import Check
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _find(arguments: argparse.Namespace) -> tuple[Path, ModelFiles | None]:
     """Return the model directory to check, and the model to compare it with."""
-    path = Path(arguments.model)
+    path = find_run_dir(arguments.model)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory. Pass a model directory or a run's output directory.")
     merged, adapter = path / "export" / "merged", path / "export" / "adapter"

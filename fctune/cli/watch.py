@@ -13,7 +13,7 @@ from fctune.base.terminal import Terminal
 def add_commands(commands: Any) -> None:
     """Add ``fctune watch`` to the command line."""
     watch = commands.add_parser("watch", help="show a run's progress, figures and alerts in the terminal")
-    watch.add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a running or finished run")
+    watch.add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a running or finished run, or a tune's --out")
     watch.add_argument(
         "--once", action="store_true", help="print the current state and exit; default if the output is not a terminal"
     )

@@ -10,6 +10,7 @@ from fctune.config.parsing import suggest_hub_name
 from fctune.models.adapter_base import read_base
 from fctune.models.hub import resolve_model_dir
 from fctune.runs.directory import RunFiles
+from fctune.runs.tune_directory import find_run_dir, is_tune
 
 
 class ModelFiles(NamedTuple):
@@ -56,9 +57,9 @@ def find_model(name: str, adapter: str | None = None) -> ModelFiles:
     """Return the files of a model.
 
     Args:
-        name: A Hugging Face model directory; the output directory of a run, whose merged export is taken, else its
-            adapter; the directory of an adapter, which names its base; an elastic checkpoint, which is one of these;
-            or ``hf:NAME[@REVISION]``.
+        name: A Hugging Face model directory; the output directory of a run, or of a tune, whose merged export is
+            taken, else its adapter; the directory of an adapter, which names its base; an elastic checkpoint, which is
+            one of these; or ``hf:NAME[@REVISION]``.
         adapter: Directory of an adapter to put on the model.
 
     Raises:
@@ -66,7 +67,7 @@ def find_model(name: str, adapter: str | None = None) -> ModelFiles:
     """
     if name.startswith("hf:"):
         return ModelFiles(resolve_model_dir(name), _require_adapter(adapter))
-    path = Path(name)
+    path = find_run_dir(name)
     if not path.is_dir():
         raise ConfigError(
             f"{name}: no such directory{suggest_hub_name(name, '.')} Pass a model directory, a URL, or hf:NAME."
@@ -83,6 +84,8 @@ def find_model(name: str, adapter: str | None = None) -> ModelFiles:
         raise ConfigError(f"{name}: the run has no export/merged or export/adapter. {_describe_ending(path)}")
     if path.name.startswith("checkpoint-"):
         raise ConfigError(f"{name}: a sharded checkpoint, which only its own run can read.{_hint_elastic(path.parent)}")
+    if is_tune(name):
+        raise ConfigError(f"{name}: the tune has not trained its model yet. Repeat its command, which resumes.")
     raise ConfigError(
         f"{name}: not a model directory (no config.json), not an adapter (no adapter_config.json), not a run "
         "(no export/). Pass a Hugging Face directory, or a run's output directory."

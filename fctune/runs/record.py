@@ -24,6 +24,7 @@ from jsonschema.exceptions import best_match
 from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
 from fctune.runs.directory import RunFiles
+from fctune.runs.tune_directory import find_run_dir
 
 Column = list[float | None]
 
@@ -359,12 +360,12 @@ class RunRecord:
 
 
 def read_run(path: str | Path) -> RunRecord:
-    """Read the record of the run in a directory.
+    """Read the record of the run in a directory, or in that of a tune.
 
     Raises:
         DataError: The directory does not exist or is not a run's, or a file in it is not one that a run writes.
     """
-    path = Path(path)
+    path = find_run_dir(path)
     if not path.is_dir():
         raise DataError(f"{path}: no such directory. Pass the output_dir of a run.")
     files = RunFiles(path)

@@ -14,15 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from fctune.apps.gate.history import find_history
+from fctune.apps.gate.lines import Line, judge_lines
+from fctune.apps.gate.remedies import combine, find_remedies, make_commands
 from fctune.apps.tune.machine import Machine
 from fctune.base.gpus import GIB, GPUS
 from fctune.cli import main
+from fctune.config.intervals import parse_share
 from fctune.config.loading import load_config
 from fctune.data.sources.tool_file import read_tool_files
 from fctune.data.synthetic import iter_conversations
 from fctune.models.run_config import load_run_config
 from fctune.runs.directory import RunDirectory
 from fctune.runs.release import mark_not_released, remove_mark
+from fctune.tasks.evaluation.paired import PairedOutcome
 from fctune.training import entry
 from tests.cli.processes import wait_until
 from tests.conftest import ROOT, TINY_BASE
@@ -66,6 +71,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
             text=True,
         )
         assert process.returncode in (0, 1), process.stdout + process.stderr
+        assert "verdict:" in process.stdout, process.stderr  # an unexpected error is 1, too
         yield Tuned(folder, command, process.stdout, process.returncode)
 
 
@@ -221,17 +227,90 @@ def test_a_result_that_a_later_gate_stopped_is_not_offered(
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
-    if tuned.code:
-        pytest.skip("the gate of this tune stopped it already")
-    run = tuned.folder / "out" / "run"
-    mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse"}], run / "gate.json")
+    passing, run = [*tuned.command, "gate.tolerance=95%"], tuned.folder / "out" / "run"
     try:
-        assert main(tuned.command) == 1
+        assert main(passing) == 0
+        assert "serve it:" in capsys.readouterr().out
+        mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse"}], run / "gate.json")
+        assert main(passing) == 1
         output = capsys.readouterr().out
         assert "stopped since then by fctune gate, so serve and push refuse the result: instructions (worse)" in output
         assert "serve it:" not in output
     finally:
         remove_mark(run)
+        assert main(tuned.command) == tuned.code
+
+
+def test_a_result_that_a_later_gate_cleared_is_offered(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
+    strict = [*tuned.command, "gate.require_safe=true"]  # which so few cases cannot be
+    blocked = re.compile("^blocked, so serve and push refuse the result: .*and require_safe is set", re.MULTILINE)
+    try:
+        for _ in range(2):
+            assert main(strict) == 1
+            output = capsys.readouterr().out
+            assert blocked.search(output), "the second start says why, as the first one does"
+            assert "serve it:" not in output
+        gate = ["gate", "--base", str(TINY_BASE), "--tuned", "out/run", "--out", "other", "--tolerance", "95%"]
+        assert main(gate) == 0
+        capsys.readouterr()
+        for _ in range(2):
+            assert main(strict) == 0
+            output = capsys.readouterr().out
+            assert "cleared since then by fctune gate, so serve and push take the result" in output
+            assert "serve it:     fctune serve out/run" in output
+            assert "refuse the result" not in output
+            assert "remedy:" not in output
+    finally:
+        assert main(tuned.command) == tuned.code
+
+
+def test_a_result_that_an_earlier_gate_still_blocks_is_told_at_each_start(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCTUNE_CACHE", str(tuned.folder / "cache"))
+    run = tuned.folder / "out" / "run"
+    mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse", "n": 9}], run / "gate.json")
+    try:
+        for _ in range(2):
+            assert main([*tuned.command, "gate.tolerance=95%"]) == 1
+            output = capsys.readouterr().out
+            assert "blocked, so serve and push refuse the result: " in output
+            assert "instructions (worse in an earlier gate; not run in this one)" in output
+            assert "serve it:" not in output
+    finally:
+        remove_mark(run)
+        assert main(tuned.command) == tuned.code
+
+
+def test_the_directory_of_a_tune_is_taken_wherever_a_run_is(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tuned.folder / "out" / "run"
+    was_marked = bool(tuned.code)
+    serve, push, export = ["serve", "out", "--print"], ["push", "out", "me/mine"], ["export", "out", "--to", "gguf"]
+    if not was_marked:
+        mark_not_released(run, [{"name": "text", "title": "instructions", "verdict": "worse"}], run / "gate.json")
+    try:
+        for words in (serve, [*push, "--yes"], export):
+            assert main(words) == 2
+            assert "because the gate stopped it" in capsys.readouterr().err, words
+    finally:
+        if not was_marked:
+            remove_mark(run)
+    assert main([*serve, "--force"]) == 0
+    options = shlex.split(capsys.readouterr().out)
+    assert options[options.index("--model") + 1] == "out/run/export/merged"
+    assert options[options.index("--served-model-name") + 1] == "out"
+    for words in ([*push, "--print-card"], ["watch", "out", "--once"], ["report", "out", "--out", "page.html"]):
+        assert main(words) == 0
+    assert main(["eval", "--model", "out", "--suite", "out/run/held_out.jsonl", "--limit", "1"]) == 0
+    assert "training data" not in capsys.readouterr().err
+    history = find_history("out")
+    assert history is not None
+    assert history.run == run
 
 
 def test_the_gate_s_settings_can_be_changed_after_training(
@@ -255,6 +334,110 @@ def test_the_gate_s_settings_can_be_changed_after_training(
     assert json.loads(record.read_text())["settings"]["max_cases"] == 3
     assert main(tuned.command) == tuned.code
     assert sorted(path.read_text().splitlines()) == sorted(before.splitlines())
+
+
+def stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have training stop as by Ctrl-C in its first step."""
+
+    def launch(recipe: Path, words: list[str], processes: int, run: Path, log: object) -> int:
+        run.mkdir(exist_ok=True)
+        config = load_run_config(words[1]).to_dict()
+        (run / "run.json").write_text(json.dumps({"config": config, "command": ["fctune", *TYPED]}))
+        return 75
+
+    monkeypatch.setattr("fctune.training.launcher.launch_recipe", launch)
+
+
+TYPED: list[str] = []  # words that the user typed, of the tune that runs
+
+
+def tune_as_typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    TYPED[:] = words
+    monkeypatch.setattr("fctune.runs.directory.find_typed_command", lambda: ["fctune", *TYPED])
+    return main(list(words))
+
+
+def test_gate_settings_that_change_while_training_is_stopped_are_no_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stop_training(monkeypatch)
+    write_synthetic(tmp_path / "rows.jsonl", 40)
+    command, config = ["tune", "--data", "rows.jsonl", "--out", "out"], tmp_path / "out" / "tune.yaml"
+    assert main(command) == 75
+    for _ in range(2):
+        assert main([*command, "gate.max_cases=2"]) == 75
+        assert load_run_config(config).gate.max_cases == 2  # type: ignore[union-attr]
+        assert "was edited" not in capsys.readouterr().out
+    config.write_text(config.read_text().replace("max_cases: 2", "max_cases: 3"))
+    for _ in range(2):
+        assert main([*command, "gate.max_cases=2"]) == 75
+        assert "out/tune.yaml was edited: trained as it is" in capsys.readouterr().out
+    assert main([*command, "gate.max_cases=4"]) == 75
+    assert main([*command, "gate.max_cases=4"]) == 75
+    assert load_run_config(config).gate.max_cases == 4  # type: ignore[union-attr]
+    assert capsys.readouterr().out.count("was edited") == 1, "the command's setting replaced the edit"
+
+
+def mend(run: str) -> list[str]:
+    """Return the words of the remedy of a run that calls too much, and has lost several turns and its reasoning."""
+    history = find_history(run)
+    assert history is not None
+    profile = history.profile()
+    causes = {"over_calling": "", "bfcl_multi_turn": "multi_turn", "reasoning": ""}
+    lines = [
+        Line(name, name, [PairedOutcome(str(i), True, i > 60) for i in range(100)], cause=causes[name])
+        for name in causes
+    ]
+    judged = [replace(line, remedies=find_remedies(line, profile)) for line in judge_lines(lines, 0.1)]
+    (command,) = make_commands(combine(judged), history)
+    return shlex.split(command)
+
+
+def test_a_remedy_is_a_command_of_tune_that_keeps_the_edits_and_the_rows_that_were_mixed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stop_training(monkeypatch)
+    rows = [json.loads(line) for line in write_synthetic(tmp_path / "rows.jsonl", 80).read_text().splitlines()]
+    one_turn = [row for row in rows if [message["role"] for message in row["messages"]].count("user") == 1]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in one_turn))
+    write_synthetic(tmp_path / "own.jsonl", 30, seed=4)
+    write_synthetic(tmp_path / "GENERAL.jsonl", 30, seed=5)
+    replay = ["data.replay.sources=[{path: own.jsonl}]", "data.replay.share=20%"]
+    command = ["tune", "--data", "rows.jsonl", "--out", "out", "log_every_n_steps=3", *replay]
+    assert main([*command, "--plan-only"]) == 0
+    path = tmp_path / "out" / "tune.yaml"
+    text = re.sub(r"^epochs: \d+", "epochs: 7", path.read_text(), flags=re.MULTILINE)
+    path.write_text(text.replace("log_every_n_steps: 3", "log_every_n_steps: 4"))
+    assert tune_as_typed(monkeypatch, *command) == 75
+    assert "was edited: trained as it is" in capsys.readouterr().out
+    name, *words = mend("out/run")
+    assert (name, words[0], words[words.index("--out") + 1]) == ("fctune", "tune", "out_mended")
+    assert main([*words, "--plan-only"]) == 0
+    mended = load_run_config("out_mended/tune.yaml")
+    assert (mended.epochs, mended.log_every_n_steps) == (7, 4)
+    assert mended.data.augment is not None
+    assert mended.data.replay is not None
+    assert [source.path for source in mended.data.replay.sources] == ["own.jsonl", "GENERAL.jsonl"]
+    assert parse_share(mended.data.replay.share) > 0.2
+
+
+def test_a_remedy_trains_the_edited_config_if_tune_has_no_option_for_the_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stop_training(monkeypatch)
+    write_synthetic(tmp_path / "rows.jsonl", 40)
+    write_synthetic(tmp_path / "GENERAL.jsonl", 40, seed=5)
+    command, path = ["tune", "--data", "rows.jsonl", "--out", "out"], tmp_path / "out" / "tune.yaml"
+    assert main([*command, "--plan-only"]) == 0
+    path.write_text(path.read_text().replace("- path: rows.jsonl # --data", "- {path: rows.jsonl, weight: 2.0}"))
+    assert tune_as_typed(monkeypatch, *command) == 75
+    name, train, config, *overrides = mend("out/run")
+    assert (name, train, config) == ("fctune", "train", "out/tune.yaml")
+    again = load_config(config, overrides)
+    assert (again.data.sources[0].weight, again.output_dir) == (2.0, "out/run_mended")
 
 
 def test_before_training_the_plan_follows_the_machine_and_the_settings(

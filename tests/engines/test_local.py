@@ -134,6 +134,11 @@ def test_a_model_is_found_by_the_names_that_users_give(tmp_path: Path, tiny_base
     shutil.copytree(tiny_base, run / "export" / "merged")
     assert find_model(str(run)) == (run / "export" / "merged", None)
     assert find_model(str(tiny_base), str(adapter)) == (tiny_base, adapter)
+    (tmp_path / "tune.json").write_text("{}")
+    assert find_model(str(tmp_path)) == (run / "export" / "merged", None), "the directory of a tune"
+    shutil.rmtree(run)
+    with pytest.raises(ConfigError, match="the tune has not trained its model yet"):
+        find_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from fctune.data.conversation import Conversation
 from fctune.data.sources import ParsedRow
 from fctune.engines.model_files import is_on_disk
 from fctune.runs.directory import RunFiles
+from fctune.runs.tune_directory import read_repeat
 from fctune.tasks.evaluation.held_out import (
     DistinctRequests,
     QuestionSearch,
@@ -42,7 +43,7 @@ class RowProfile:
     Attributes:
         source: The run or file that they are of.
         augment: Shares by kind of ``data.augment``, with which they were trained.
-        has_replay: General rows were mixed in.
+        replay: The config's ``data.replay``; empty: no rows were mixed in.
         learning_rate: The highest of the run; None: unknown.
         base_reasons: The base reasons on the cases, so that it can lose that.
         called_share: Share of the held-out requests with a fitting tool in which the result calls one; None: unknown.
@@ -59,7 +60,7 @@ class RowProfile:
 
     source: str
     augment: Mapping[str, float] = field(default_factory=dict)
-    has_replay: bool = False
+    replay: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
     base_reasons: bool = True
     called_share: float | None = None
@@ -141,7 +142,7 @@ class TrainingHistory:
         run: The run; None: the rows were named.
         rows: Sources of rows that were named.
         config: The run's config; empty if unknown.
-        command: The command that started the run; None: unknown.
+        command: The command that started the run, with what was edited in the config of a tune; None: unknown.
     """
 
     source: str
@@ -192,7 +193,7 @@ class TrainingHistory:
         given = data.get("augment") or {}
         shares = {kind: parse_share(given[kind]) for kind in AUGMENT_KINDS if kind in given}
         rate = (self.config.get("optimizer") or {}).get("lr")
-        profile = RowProfile(self.source, shares, bool(data.get("replay")), rate)
+        profile = RowProfile(self.source, shares, data.get("replay") or {}, rate)
         profile.max_tools = given.get("max_tools", profile.max_tools)
         for source, row in islice(self.iter_rows(), _MAX_ROWS):
             profile.add_parsed(source, row)
@@ -211,7 +212,7 @@ def find_history(tuned: str, rows: Sequence[str] = ()) -> TrainingHistory | None
         return TrainingHistory(", ".join(rows), None, tuple(rows)) if rows else None
     try:
         record = json.loads(RunFiles(run).run.read_text(encoding="utf-8"))
-        config, command = record["config"], record.get("command")
+        config, command = record["config"], read_repeat(run) or record.get("command")
     except (OSError, ValueError, KeyError, TypeError):  # find_leaks reports it
         config, command = {}, None
     source = ", ".join(rows) if rows else str(run)

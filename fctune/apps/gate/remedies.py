@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fctune.apps.gate.history import RowProfile, TrainingHistory
 from fctune.apps.gate.lines import JudgedLine, Remedy
+from fctune.apps.gate.replay import SOURCES, ReplayMix
 from fctune.config.intervals import format_count, format_share, parse_share
 
 # Shares of the rows with tools that need no call: too few, enough if more are tried, and too many.
@@ -16,8 +17,8 @@ _FEW = 0.02  # of the rows, so that they teach nothing
 _ONE_SET = 0.9  # of the rows with tools, that offer the same ones
 _CALLS_TOO_MUCH = ("over_calling", "missing_tool")
 _MOST_CALLED = 0.8  # of the requests with a fitting tool, in which a result calls that refuses no more than it should
-_REPLAY = {"data.replay.sources": "[{path: GENERAL.jsonl}]", "data.replay.share": "10%"}
 _GENERAL = "GENERAL.jsonl is a file or an hf: set of what the base should keep"
+_GENERAL_SHARE, _CALLS_SHARE = 0.1, 0.33
 
 
 def find_remedies(line: JudgedLine, profile: RowProfile | None) -> tuple[Remedy, ...]:
@@ -42,12 +43,13 @@ def _widen(profile: RowProfile) -> Remedy | None:
         f"few wordings: the result also calls nothing in {1 - called:.0%} of the held-out requests that a tool on "
         "offer answers, so that it cannot tell the two apart, and more rows without a call would teach it to refuse"
     )
-    if profile.has_replay:
+    if profile.replay:
         overrides = _augment(profile, mask_names=0.3, distract=0.5, shuffle_tools=1.0)
         return Remedy(finding, overrides) if overrides else None
-    replay = {"data.replay.sources": "[{path: CALLS.jsonl}]", "data.replay.share": "33%"}
     return Remedy(
-        finding, replay, "CALLS.jsonl is a file or an hf: set of other people's requests that call other tools"
+        finding,
+        _mix_in(profile, "CALLS.jsonl", _CALLS_SHARE),
+        "CALLS.jsonl is a file or an hf: set of other people's requests that call other tools",
     )
 
 
@@ -131,7 +133,7 @@ def _add_turns(profile: RowProfile) -> Remedy | None:
         return None
     return Remedy(
         f"one turn only: {profile.share('several_turns'):.1%} of the rows have several turns of the user",
-        dict(_REPLAY),
+        _mix_in(profile),
         f"conversations of several turns; {_GENERAL}. fctune data generate makes some for your tools",
     )
 
@@ -142,16 +144,16 @@ def _add_reasoning(profile: RowProfile) -> Remedy | None:
     return Remedy(
         f"no reasoning: {format_count(profile.counts['reasoning'], 'row has', 'rows have')} any, so that the model "
         "learns to do without",
-        dict(_REPLAY),
+        _mix_in(profile),
         f"rows with reasoning; {_GENERAL}. fctune sample lets the base write them for your own cases",
     )
 
 
 def _add_texts(profile: RowProfile) -> Remedy | None:
-    if profile.share("no_tools") >= 0.05 or profile.has_replay:
+    if profile.share("no_tools") >= 0.05 or profile.replay:
         return None
     return Remedy(
-        f"tool calls only: {profile.share('no_tools'):.1%} of the rows are without tools", dict(_REPLAY), _GENERAL
+        f"tool calls only: {profile.share('no_tools'):.1%} of the rows are without tools", _mix_in(profile), _GENERAL
     )
 
 
@@ -160,9 +162,16 @@ def _keep_base(profile: RowProfile) -> Remedy:
     return Remedy(
         f"nothing that is searched for in the {profile.num_rows:,} rows of {profile.source} explains it; a smaller "
         "learning rate, fewer epochs and general rows (data.replay) keep more of the base",
-        lowered or dict(_REPLAY),
+        lowered or _mix_in(profile),
         "" if lowered else _GENERAL,
     )
+
+
+def _mix_in(profile: RowProfile, name: str = "GENERAL.jsonl", share: float = _GENERAL_SHARE) -> dict[str, str]:
+    """Return overrides that mix in rows of a file, as a share of the training rows, besides the user's own replay."""
+    mix = ReplayMix.read(profile.replay) if profile.replay else ReplayMix()
+    mix.add({"path": name}, share / (1 - share))
+    return mix.to_overrides()
 
 
 def _lower_rate(profile: RowProfile) -> dict[str, str]:
@@ -203,12 +212,14 @@ _EXPLANATIONS: dict[str, tuple[Callable[[RowProfile], Remedy | None], ...]] = {
 def combine(lines: Iterable[JudgedLine]) -> dict[str, str]:
     """Return the overrides of all remedies; of several shares of one kind, the largest."""
     combined: dict[str, str] = {}
-    for remedy in (remedy for line in lines for remedy in line.remedies):
-        for key, value in remedy.overrides.items():
+    given = [remedy.overrides for line in lines for remedy in line.remedies]
+    for overrides in given:
+        for key, value in overrides.items():
             if key in combined and value.endswith("%") and combined[key].endswith("%"):
                 value = max(value, combined[key], key=parse_share)
             combined[key] = value
-    return combined
+    mixed = [overrides for overrides in given if SOURCES in overrides]
+    return combined | (ReplayMix.combine(mixed).to_overrides() if mixed else {})
 
 
 def make_commands(overrides: Mapping[str, str], history: TrainingHistory | None) -> list[str]:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 from fctune.apps.gate.lines import JudgedLine, Verdict
 from fctune.base.files import write_atomically
 from fctune.engines.model_files import is_on_disk
-from fctune.runs.release import find_mark
+from fctune.runs.release import find_marks
 
 SCHEMA_VERSION = 1
 NO_LINE = "gate"  # name of what blocks a result of which no line ran
@@ -73,7 +73,7 @@ class GateReport:
             return (
                 f"blocked, and no mark can be written for {self.tuned}, which is not on this machine: do not release it"
             )
-        return f"blocked: fctune serve, push and export refuse it; mark: {find_mark(self.tuned)}"
+        return f"blocked: fctune serve, push and export refuse it; mark: {find_marks(self.tuned)[0]}"
 
     @property
     def blocking(self) -> tuple[JudgedLine, ...]:

@@ -93,9 +93,18 @@ def _describe_mark(export: Path) -> list[str]:
     lines = read_mark(export)
     if lines is None:
         return []
+    text = "The comparison with its base stopped this model, and it was published nevertheless."
+    if not lines:
+        return ["## Not released", f"{text} The record of what stopped it is damaged."]
+    meanings = {
+        "worse": "it lost more than is accepted",
+        "undecided": "the sample is too small to rule out that it did",
+    }
+    verdicts = {line["verdict"] for line in lines}
+    meant = "; ".join(f"*{name}*: {meaning}" for name, meaning in meanings.items() if name in verdicts)
     rows = [_row([line["title"], line["verdict"]]) for line in lines]
-    text = "The comparison with its base stopped this model, and it was published nevertheless. It lost on:"
-    return ["## Not released", text, "\n".join([_row(["line", "verdict"]), _row(["---", "---"]), *rows])]
+    table = "\n".join([_row(["line", "verdict"]), _row(["---", "---"]), *rows])
+    return ["## Not released", f"{text} {meant[0].upper() + meant[1:] + '.' if meant else ''}".strip(), table]
 
 
 def add_mark(export: Path, text: str) -> str:

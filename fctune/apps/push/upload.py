@@ -13,6 +13,7 @@ from fctune.base.errors import CheckpointError, ConfigError
 from fctune.data.template_args import TEMPLATE_ARGS_FILE
 from fctune.models.adapter_base import read_base
 from fctune.models.hub import COMPANION_FILES, describe_failure, parse_name
+from fctune.runs.tune_directory import find_run_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +172,13 @@ def find_local_base(folder: Path) -> str | None:
 
 
 def find_export(path: Path) -> Path:
-    """Return the model or adapter directory of a run's output directory, or the directory itself.
+    """Return the model or adapter directory of a run's or a tune's output directory, or the directory itself.
 
     Raises:
         ConfigError: There is none.
         CheckpointError: The directory has no weights.
     """
+    path = find_run_dir(path)
     for folder in (path, path / "export" / "merged", path / "export" / "adapter"):
         if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
             if any(folder.glob("*.safetensors")):

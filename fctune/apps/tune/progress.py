@@ -12,11 +12,10 @@ from typing import Any
 from fctune.base.errors import ConfigError
 from fctune.base.files import write_atomically
 from fctune.runs.directory import DirectoryLock, RunFiles
+from fctune.runs.tune_directory import RECORD, RUN
 
 STEPS = ("check", "split", "plan", "train", "gate", "report")
-RUN = "run"  # directory of the training run
 GATE_SETTINGS = "gate settings"  # the input that may change after training
-_FILE = "tune.json"
 _SCHEMA_VERSION = 1
 
 
@@ -32,9 +31,10 @@ class Progress:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._path = folder / _FILE
+        self._path = folder / RECORD
         self._inputs: dict[str, str] = {}
         self._steps: dict[str, dict[str, Any]] = {}
+        self._repeat: list[str] = []
         try:
             if folder.is_dir() and any(folder.iterdir()) and not self._path.is_file() and not _is_only_lock(folder):
                 held = sorted(path.name for path in folder.iterdir())
@@ -61,6 +61,7 @@ class Progress:
             if GATE_SETTINGS not in self._inputs:  # of a tune by an older version
                 self._inputs |= split_settings(shlex.split(self._inputs.get("settings", "")))
             self._steps = {name: dict(found["steps"][name]) for name in STEPS if name in found["steps"]}
+            self._repeat = list(found.get("repeat", []))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{self._path}: not the record of a tune ({type(error).__name__}). Choose another --out, or delete the "
@@ -143,9 +144,15 @@ class Progress:
         self._steps[step]["found"] |= found
         self._write_record()
 
+    def set_repeat(self, command: Iterable[str]) -> None:
+        """Record the command that trains again as this tune does, for the remedies of a gate."""
+        self._repeat = list(command)
+        self._write_record()
+
     def _write_record(self) -> None:
         record = {"schema_version": _SCHEMA_VERSION, "inputs": self._inputs, "steps": self._steps}
-        self.write(_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        record |= {"repeat": self._repeat} if self._repeat else {}
+        self.write(RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
     def write(self, name: str, text: str) -> Path:
         """Write a file of the tune, atomically.

@@ -25,6 +25,7 @@ from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import parse_source
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.runs.directory import RunFiles
+from fctune.runs.tune_directory import find_run_dir
 from fctune.tasks.suite_files import load_suite
 from fctune.tasks.task import AnyCase, Case
 
@@ -118,8 +119,8 @@ def iter_rows_of(paths: Iterable[str], run: Path | None) -> Iterator[tuple[str, 
 
 
 def find_run(path: Path) -> Path | None:
-    """Return the run that a model or adapter directory is from, or None."""
-    path = path.resolve()
+    """Return the run that a model, adapter or tune directory is from, or None."""
+    path = find_run_dir(path).resolve()
     return next((found for found in (path, *path.parents[:_MAX_DEPTH]) if RunFiles(found).run.is_file()), None)
 
 

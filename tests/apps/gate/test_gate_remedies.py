@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from fctune.apps.gate.history import RowProfile, TrainingHistory, find_history
 from fctune.apps.gate.lines import JudgedLine, Line, judge_lines
 from fctune.apps.gate.remedies import combine, find_remedies, make_commands
+from fctune.config.intervals import parse_share
 from fctune.config.loading import load_config
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.tasks.evaluation.paired import PairedOutcome
@@ -103,7 +106,7 @@ def test_a_result_that_calls_and_refuses_too_much_is_not_taught_to_refuse_more()
         (remedy,) = find_remedies(line, confused)
         assert "calls nothing in 45% of the held-out requests that a tool on offer answers" in remedy.finding
         assert set(remedy.overrides) == {"data.replay.sources", "data.replay.share"}
-    confused.has_replay = True
+    confused.replay = {"sources": [{"path": "own.jsonl"}], "share": "50%"}
     (remedy,) = find_remedies(fallen("over_calling"), confused)
     assert remedy.overrides["data.augment.mask_names"] == "30%"
     confused.called_share = 0.9
@@ -186,6 +189,75 @@ def test_the_command_of_a_run_is_repeated_with_all_remedies(tmp_path: Path) -> N
     again = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
     assert again.output_dir == f"{run}_mended"
     assert (again.max_steps, again.data.augment and again.data.augment.shares()["take_away"]) == (9, 0.3)
+
+
+def read_replay(overrides: Mapping[str, str]) -> tuple[dict[str, float], float]:
+    """Return the weight of each replayed source, and their share."""
+    config = load_config(ROOT / "configs" / "tiny_lora.yaml", [f"{key}={value}" for key, value in overrides.items()])
+    assert config.data.replay is not None
+    weights = {source.path: source.weight for source in config.data.replay.sources}
+    return weights, parse_share(config.data.replay.share)
+
+
+def judge_with(profile: RowProfile, **causes: str) -> list[JudgedLine]:
+    lines = [fallen(name, cause) for name, cause in causes.items()]
+    return [replace(line, remedies=find_remedies(line, profile)) for line in lines]
+
+
+def test_remedies_that_mix_in_different_rows_mix_in_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("CALLS.jsonl", "GENERAL.jsonl"):
+        (tmp_path / name).write_text("{}")
+    confused = profile(*((1, make_row(Message("user", f"{i}"), TEXT if i % 5 == 0 else CALL)) for i in range(50)))
+    confused.called_share = 0.5
+    lines = judge_with(confused, over_calling="", bfcl_multi_turn="multi_turn")
+    weights, share = read_replay(combine(lines))
+    assert list(weights) == ["CALLS.jsonl", "GENERAL.jsonl"]
+    parts = [weight / sum(weights.values()) for weight in weights.values()]
+    # For each training row, as many of either as if it were mixed in alone: 33 of 67, and 10 of 90.
+    assert [part * share / (1 - share) for part in parts] == pytest.approx([33 / 67, 10 / 90], rel=0.02)
+    assert read_replay(combine(lines[:1])) == ({"CALLS.jsonl": 1.0}, 0.33)
+    assert read_replay(combine([*lines[1:], *lines[1:]])) == ({"GENERAL.jsonl": 1.0}, 0.1)
+
+
+OWN_REPLAY = {"sources": [{"path": "own.jsonl", "weight": 2.0, "where": "calls > 0"}], "share": "50%"}
+
+
+@pytest.mark.parametrize(
+    ("line", "cause", "rate"),
+    [("bfcl_multi_turn", "multi_turn", 1e-4), ("reasoning", "", 1e-4), ("made_up", "made_up", None)],
+)
+def test_rows_that_the_user_mixes_in_stay_and_are_not_fewer(
+    line: str, cause: str, rate: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("own.jsonl", "GENERAL.jsonl"):
+        (tmp_path / name).write_text("{}")
+    mixed = profile(*VARIED)
+    mixed.replay, mixed.learning_rate = OWN_REPLAY, rate
+    overrides = combine(judge_with(mixed, **{line: cause}))
+    config = load_config(ROOT / "configs" / "tiny_lora.yaml", [f"{key}={value}" for key, value in overrides.items()])
+    assert config.data.replay is not None
+    assert config.data.replay.sources[0].where == "calls > 0"
+    weights, share = read_replay(overrides)
+    assert list(weights) == ["own.jsonl", "GENERAL.jsonl"]
+    odds = share / (1 - share)
+    assert odds * weights["own.jsonl"] / sum(weights.values()) == pytest.approx(1.0, rel=0.02)
+    assert odds * weights["own.jsonl"] / sum(weights.values()) <= 1.0, "its file may have no more rows"
+    assert odds * weights["GENERAL.jsonl"] / sum(weights.values()) == pytest.approx(1 / 9, rel=0.05)
+
+    typed = (
+        "fctune",
+        "tune",
+        "--data",
+        "rows.jsonl",
+        "data.replay.sources=[{path: own.jsonl}]",
+        "data.replay.share=50%",
+    )
+    (command,) = make_commands(overrides, TrainingHistory("r", None, config={"output_dir": "r/run"}, command=typed))
+    assert command.count("own.jsonl") == command.count("data.replay.sources") == command.count("data.replay.share") == 1
 
 
 @pytest.mark.parametrize("named", [["--out", "runs/mine"], ["--out=runs/mine"], []])

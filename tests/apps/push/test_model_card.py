@@ -208,6 +208,41 @@ def test_a_card_of_one_s_own_names_what_the_gate_stopped(
     assert (export / "README.md").read_text() == "Mine.\n", "it would stay when the mark is gone"
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "words", "absent"),
+    [
+        (["worse"], "*worse*: it lost more than is accepted.", "undecided"),
+        (["undecided"], "*undecided*: the sample is too small to rule out that it did.", "worse"),
+        (["worse", "undecided"], "*worse*: it lost more than is accepted; *undecided*: the sample", "damaged"),
+        ([], "The record of what stopped it is damaged.", "| line | verdict |"),
+    ],
+)
+def test_the_card_says_what_stopped_the_model_and_no_more(
+    run: Path, tmp_path: Path, verdicts: list[str], words: str, absent: str
+) -> None:
+    lines = [{"name": f"line{i}", "title": f"line {i}", "verdict": one} for i, one in enumerate(verdicts)]
+    mark_not_released(run, lines, tmp_path / "gate.json")
+    section = card_of(run).partition("## Not released")[2].partition("\n## ")[0]
+    assert words in section
+    assert absent not in section
+    assert section.count("\n| line ") == len(lines) + bool(lines)
+
+
+def test_an_export_on_another_disk_has_the_card_of_its_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merged = run / "export" / "merged"
+    words = ["push", str(run), "me/tuned", "--print-card"]
+    assert main(words) == 0
+    expected = capsys.readouterr().out
+    (tmp_path / "other" / "export").mkdir(parents=True)
+    merged.rename(tmp_path / "other" / "export" / "merged")
+    merged.symlink_to(tmp_path / "other" / "export" / "merged")
+    assert main(words) == 0
+    assert "## Training" in expected
+    assert capsys.readouterr().out == expected
+
+
 @pytest.mark.parametrize("name", ["mine", "a/b/c", "me/x y", "https://huggingface.co/me/x"])
 def test_a_wrong_repository_name_is_refused_before_anything_is_read(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
