@@ -290,14 +290,21 @@ def list_hub_repositories(config: RunConfig) -> list[tuple[RepoKind, str, str | 
 
 def is_downloaded(kind: RepoKind, name: str, revision: str | None) -> bool:
     """Return True if the hub client's cache holds a complete snapshot of a repository."""
+    return find_snapshot(kind, name, revision) is not None
+
+
+def find_snapshot(kind: RepoKind, name: str, revision: str | None) -> Path | None:
+    """Return the complete snapshot of a repository in the hub client's cache, or None."""
     from huggingface_hub import snapshot_download
 
     patterns = ALLOW_PATTERNS[kind]
     try:
-        snapshot_download(name, repo_type=kind, revision=revision, local_files_only=True, allow_patterns=patterns)
+        found = snapshot_download(
+            name, repo_type=kind, revision=revision, local_files_only=True, allow_patterns=patterns
+        )
     except Exception:  # the client raises errors of several families; any of them means that a download is needed
-        return False
-    return True
+        return None
+    return Path(found)
 
 
 def check_hub(config: RunConfig, environment: Mapping[str, str]) -> list[Problem]:
