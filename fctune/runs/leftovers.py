@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -65,8 +66,9 @@ def find_leftovers(
         is_used = file.parent in in_use or is_in_use(file)
         add("prepared set", file.parent, file.parent.stat().st_mtime, "in use" if is_used else "")
     for path in sorted(path for path in prepared.glob(".*.*") if path.is_dir() and path.suffix != ".removed"):
-        age_s = now - max(file.stat().st_mtime for file in [path, *path.iterdir()])
-        add("unfinished set", path, now - age_s, "" if age_s > _UNFINISHED_S else "may be being written")
+        with suppress(FileNotFoundError):  # it was finished meanwhile
+            written = max(file.stat().st_mtime for file in [path, *path.iterdir()])
+            add("unfinished set", path, written, "" if now - written > _UNFINISHED_S else "being written")
     for path in sorted([*prepared.glob(".*.removed"), *runs.glob(".*.removed")]):
         add("cache", path, 0.0, "")
     for folder in folders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,6 @@ def measure_repository(kind: RepoKind, name: str, revision: str | None, folder: 
     """Return the bytes of a repository's files that are downloaded; None if they are not known."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
-    from huggingface_hub.utils import filter_repo_objects
 
     record = _read_record(_record_of(folder, kind, name, revision))
     if "bytes" in record:
@@ -76,8 +76,9 @@ def measure_repository(kind: RepoKind, name: str, revision: str | None, folder: 
         tree = list(HfApi().list_repo_tree(name, repo_type=kind, revision=revision, recursive=True))
     except Exception:  # the client raises errors of several families; check_hub reports them
         return None
+    patterns = ALLOW_PATTERNS[kind]
     files = [file for file in tree if isinstance(file, RepoFile)]
-    return sum(file.size for file in filter_repo_objects(files, allow_patterns=ALLOW_PATTERNS[kind], key=lambda file: file.path))
+    return sum(file.size for file in files if any(fnmatch(file.path, pattern) for pattern in patterns))
 
 
 def _record_of(folder: Path, kind: RepoKind, name: str, revision: str | None) -> Path:

@@ -15,6 +15,7 @@ from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.exit_codes import DONE, FAILED
 from fctune.base.files import format_bytes
 from fctune.config.cache import prepared_root
+from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
 from fctune.data.chosen_template import read_chosen_template
 from fctune.data.chunk_encoder import Counts
@@ -106,7 +107,8 @@ def check_prepared(launch: LaunchSpec, num_gpus: int, environment: Mapping[str, 
         parts.append(f"{format_bytes(left.rows)} of rows to read and tokenise")
     if not parts:
         return []
-    message = f"the run is not prepared: {', '.join(parts)} while {num_gpus} GPUs wait"
+    waiting = format_count(num_gpus, "GPU waits", "GPUs wait")
+    message = f"the run is not prepared: {', '.join(parts)} while {waiting}"
     message += f"; {left.writer}" if left.writer else ""
     remedy = (
         ("Wait until that has ended" if left.writer else "Prepare it on a node without GPUs")
@@ -172,8 +174,8 @@ def _check_space(launch: LaunchSpec) -> list[Problem]:
     if downloads + rows <= free:
         return []
     message = (
-        f"{launch.shared}: {format_bytes(free)} free, but the downloads take {format_bytes(downloads)} and the prepared "
-        f"rows about {format_bytes(rows)}"
+        f"{launch.shared}: {format_bytes(free)} free, but the downloads take {format_bytes(downloads)} and the "
+        f"prepared rows about {format_bytes(rows)}"
     )
     return [Problem(message, "Free some space (fctune clean), or use a larger volume")]
 
