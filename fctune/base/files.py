@@ -176,9 +176,12 @@ def hold_lock(file: Path, content: str, on_wait: Callable[[str], None]) -> Itera
         on_wait: Called with the text of the process that holds the lock, before this one waits for it.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be created.
     """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o664)
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o664)
+    except PermissionError:  # another user's
+        descriptor = os.open(file, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,9 +190,11 @@ def hold_lock(file: Path, content: str, on_wait: Callable[[str], None]) -> Itera
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:
             pass
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, content.encode(), 0)
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, content.encode(), 0)
         yield
     finally:
-        file.unlink(missing_ok=True)
+        with suppress(OSError):
+            file.unlink()
         os.close(descriptor)

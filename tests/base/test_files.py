@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,3 +72,20 @@ def test_without_locks_the_file_system_lets_both_work(tmp_path: Path, monkeypatc
     monkeypatch.setattr(fcntl, "flock", refuse)
     with hold_lock(tmp_path / "lock", "", print), hold_lock(tmp_path / "lock", "", print):
         assert not is_in_use(tmp_path / "lock")
+
+
+def test_the_lock_that_another_users_process_left_does_not_stop_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, open_file = tmp_path / "lock", os.open
+    lock.write_text("theirs")
+
+    def open_theirs(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", open_theirs)
+    with hold_lock(lock, "mine", print):
+        assert lock.read_text() == "theirs"
+    assert not lock.exists()

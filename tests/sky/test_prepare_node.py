@@ -80,7 +80,7 @@ def environment_of(folder: Path, hub: HubServer | None = None, **more: str) -> d
 
 def run(script: Path, environment: dict[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [str(script), *overrides]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def prepare(clone: Path, environment: dict[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -128,7 +128,7 @@ def test_a_run_with_the_same_variables_opens_the_set_that_was_prepared(
     caches = {"FCTUNE_CACHE": f"{tmp_path}/shared/cache", "HF_HOME": f"{tmp_path}/shared/huggingface"}
     command = [warm_python(), "-c", OPEN_SET, *launch]
     opened = subprocess.run(
-        command, cwd=ROOT, env=environment_of(tmp_path, None, **caches), capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env=environment_of(tmp_path, None, **caches), capture_output=True, text=True, timeout=300
     )
     assert opened.returncode == 0, opened.stderr
     assert opened.stdout.split() == [str(prepared)]

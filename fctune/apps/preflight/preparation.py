@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fctune.apps.preflight import checks
-from fctune.apps.preflight.checks import Mounts, Problem, find_snapshot, list_hub_repositories
+from fctune.apps.preflight.checks import Mounts, Problem, count_partial_download, find_snapshot, list_hub_repositories
 from fctune.apps.preflight.downloads import download, find_downloads, is_being_downloaded, measure_repository
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.exit_codes import DONE, FAILED
@@ -42,8 +42,9 @@ ALLOW_VARIABLE = "PREPARE_ON_GPUS"
 class Unprepared:
     """What a run still has to download and prepare, in bytes as far as they are known."""
 
-    downloads: dict[str, int]  # by model or data set
+    downloads: dict[str, int]  # by model or data set; complete sizes, though a part may be there
     rows: int  # of sources to read and tokenise
+    partial: int = 0  # of the downloads, what an interruption has left
     writer: str = ""  # who is at it now
 
 
@@ -61,6 +62,7 @@ def measure_unprepared(launch: LaunchSpec) -> Unprepared:
     """
     config, folder = launch.config, launch.shared / "downloads"
     downloads: dict[str, int] = {}
+    partial = 0
     of_source: dict[str, int] = {}
     for kind, name, revision, key in list_hub_repositories(config):
         is_missing = find_snapshot(kind, name, revision) is None
@@ -68,9 +70,10 @@ def measure_unprepared(launch: LaunchSpec) -> Unprepared:
             of_source[key] = measure_repository(kind, name, revision, folder) or 0
         if is_missing:
             downloads[f"hf:{name}"] = of_source[key]
+            partial += count_partial_download(kind, name)
     pinned = find_pinned_config(launch)
     if not config.data.sources or (pinned is not None and _is_prepared(pinned)):
-        return Unprepared(downloads, 0)
+        return Unprepared(downloads, 0, partial)
     rows = 0
     for index, source in enumerate(config.data.sources):
         if source.path.startswith("hf:"):
@@ -82,7 +85,7 @@ def measure_unprepared(launch: LaunchSpec) -> Unprepared:
     else:
         host = find_writer(pinned.data, prepared_root(pinned))
         writer = f"{host} is preparing rows of the same sources now" if host else ""
-    return Unprepared(downloads, rows, writer)
+    return Unprepared(downloads, rows, partial, writer)
 
 
 def check_prepared(launch: LaunchSpec, num_gpus: int, environment: Mapping[str, str]) -> list[Problem]:
@@ -100,7 +103,7 @@ def check_prepared(launch: LaunchSpec, num_gpus: int, environment: Mapping[str, 
     except DataError as error:
         return [Problem(str(error), "")]
     parts = []
-    if sum(left.downloads.values()) > _MAX_DOWNLOAD_BYTES:
+    if sum(left.downloads.values()) - left.partial > _MAX_DOWNLOAD_BYTES:
         parts += [f"{format_bytes(size)} of {name} to download" for name, size in left.downloads.items() if size]
     limit = launch.config.data.max_samples
     if left.rows > _MAX_ROW_BYTES and (limit is None or limit > _FEW_ROWS):
@@ -170,7 +173,7 @@ def _check_node(launch: LaunchSpec, environment: Mapping[str, str]) -> list[Prob
 
 def _check_space(launch: LaunchSpec) -> list[Problem]:
     left, free = measure_unprepared(launch), shutil.disk_usage(launch.shared).free
-    downloads, rows = sum(left.downloads.values()), int(_SET_BYTES * left.rows)
+    downloads, rows = max(0, sum(left.downloads.values()) - left.partial), int(_SET_BYTES * left.rows)
     if downloads + rows <= free:
         return []
     message = (

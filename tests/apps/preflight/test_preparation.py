@@ -144,6 +144,11 @@ def test_downloads_count_by_the_files_that_are_used_until_they_are_there(hub: Hu
     size = len(hub.repositories["datasets/some/rows"]["rows.jsonl"]) / 2**20
     assert f"{size:.1f} MiB of hf:some/rows to download, {size:.1f} MiB of rows to read and tokenise" in problem
     assert "while 16 GPUs wait" in problem
+    blobs = home / "hub" / "models--some--model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "a.incomplete").write_bytes(bytes(sizes["models/some/model"] - 10_000))
+    (problem,) = check("check")
+    assert "to download" not in problem, "the rest of an interrupted download is small"
     assert check("prepare") == []
     assert check("check", "http://127.0.0.1:9") == [], "known without the hub"
 
