@@ -187,7 +187,8 @@ def hold_lock(file: Path, content: str, on_wait: Callable[[str], None]) -> Itera
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             on_wait(os.pread(descriptor, 4096, 0).decode(errors="replace"))
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:
             pass
         with suppress(OSError):

@@ -182,7 +182,7 @@ def find_writer(config: DataConfig, root: Path) -> str | None:
                 writer = json.loads(lock.read_text(encoding="utf-8"))
             except (OSError, ValueError):  # it is just starting or ending
                 continue
-            if writer["sources"] == _describe_writer(config)["sources"]:
+            if writer["sources"] == [source.path for source in config.sources]:
                 return str(writer["host"])
     return None
 

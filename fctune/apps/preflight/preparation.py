@@ -62,23 +62,22 @@ def measure_unprepared(launch: LaunchSpec) -> Unprepared:
     """
     config, folder = launch.config, launch.shared / "downloads"
     downloads: dict[str, int] = {}
-    partial = 0
-    of_source: dict[str, int] = {}
-    for kind, name, revision, key in list_hub_repositories(config):
+    partial = rows = 0
+    # Several sources may be parts of one repository.
+    for kind, name, revision in dict.fromkeys(repository[:3] for repository in list_hub_repositories(config)):
         is_missing = find_snapshot(kind, name, revision) is None
+        size = 0
         if is_missing or kind == "dataset":
-            of_source[key] = measure_repository(kind, name, revision, folder) or 0
+            size = measure_repository(kind, name, revision, folder) or 0
         if is_missing:
-            downloads[f"hf:{name}"] = of_source[key]
+            downloads[f"hf:{name}"] = size
             partial += count_partial_download(kind, name)
+        rows += size if kind == "dataset" else 0
     pinned = find_pinned_config(launch)
     if not config.data.sources or (pinned is not None and _is_prepared(pinned)):
         return Unprepared(downloads, 0, partial)
-    rows = 0
-    for index, source in enumerate(config.data.sources):
-        if source.path.startswith("hf:"):
-            rows += of_source.get(f"data.sources.{index}.path", 0)
-        elif not source.path.startswith("synthetic:"):
+    for source in config.data.sources:
+        if not source.path.startswith(("hf:", "synthetic:")):
             rows += sum(Path(file).stat().st_size for file in list_files(source.path))
     if pinned is None:
         writer = "another process is downloading them now" if is_being_downloaded(config, folder) else ""
@@ -114,11 +113,12 @@ def check_prepared(launch: LaunchSpec, num_gpus: int, environment: Mapping[str, 
     message = f"the run is not prepared: {', '.join(parts)} while {waiting}"
     message += f"; {left.writer}" if left.writer else ""
     remedy = (
-        ("Wait until that has ended" if left.writer else "Prepare it on a node without GPUs")
-        + " (sky/prepare.yaml, sky/slurm/prepare.sbatch or sky/k8s/prepare-job.yaml, with the same variables), or set "
-        f"{ALLOW_VARIABLE}=1"
+        "Wait until that has ended"
+        if left.writer
+        else "Prepare it on a node without GPUs, with the same variables (sky/prepare.yaml, sky/slurm/prepare.sbatch or "
+        "sky/k8s/prepare-job.yaml)"
     )
-    return [Problem(message, remedy, "usage")]
+    return [Problem(message, f"{remedy}, or set {ALLOW_VARIABLE}=1", "usage")]
 
 
 def prepare_run(launch: LaunchSpec, environment: Mapping[str, str], show: Callable[[str], None]) -> int:

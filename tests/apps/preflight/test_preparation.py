@@ -11,7 +11,7 @@ import pytest
 
 from fctune.apps.preflight import checks, preparation
 from fctune.apps.preflight.downloads import is_being_downloaded
-from fctune.apps.preflight.preparation import check_prepared, prepare_run
+from fctune.apps.preflight.preparation import check_prepared, measure_unprepared, prepare_run
 from fctune.base.exit_codes import DONE, FAILED
 from fctune.base.files import hold_lock
 from fctune.config.cache import prepared_root
@@ -118,6 +118,15 @@ def test_a_download_by_another_process_is_seen(tmp_path: Path) -> None:
     assert not is_being_downloaded(launch.config, tmp_path)
     with hold_lock(lock, "", print):
         assert is_being_downloaded(launch.config, tmp_path)
+
+
+def test_sources_that_are_parts_of_one_repository_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "find_snapshot", lambda *_: None)
+    monkeypatch.setattr(preparation, "measure_repository", lambda *_: 600)
+    monkeypatch.setattr(preparation, "count_partial_download", lambda *_: 100)
+    parts = "data.sources=[{path: 'hf:some/rows:a'}, {path: 'hf:some/rows:b'}]"
+    left = measure_unprepared(resolve_launch(TINY, {}, [OVERRIDES[0], parts], tmp_path))
+    assert (left.downloads, left.rows, left.partial) == ({"hf:some/rows": 600}, 600, 100)
 
 
 @pytest.fixture
