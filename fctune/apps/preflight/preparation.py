@@ -112,12 +112,10 @@ def check_prepared(launch: LaunchSpec, num_gpus: int, environment: Mapping[str, 
     waiting = format_count(num_gpus, "GPU waits", "GPUs wait")
     message = f"the run is not prepared: {', '.join(parts)} while {waiting}"
     message += f"; {left.writer}" if left.writer else ""
-    remedy = (
-        "Wait until that has ended"
-        if left.writer
-        else "Prepare it on a node without GPUs, with the same variables (sky/prepare.yaml, sky/slurm/prepare.sbatch or "
-        "sky/k8s/prepare-job.yaml)"
-    )
+    remedy = "Wait until that has ended"
+    if not left.writer:
+        scripts = "sky/prepare.yaml, sky/slurm/prepare.sbatch or sky/k8s/prepare-job.yaml"
+        remedy = f"Prepare it on a node without GPUs, with the same variables ({scripts})"
     return [Problem(message, f"{remedy}, or set {ALLOW_VARIABLE}=1", "usage")]
 
 
