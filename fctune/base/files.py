@@ -146,10 +146,56 @@ def mark_in_use(file: Path) -> None:
 def is_in_use(file: Path) -> bool:
     """Return True if a process has a lock on a file; False without the file, or without locks on its file system."""
     try:
-        with open(file, encoding="utf-8") as opened:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = os.open(file, _lock_mode(file))
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
+    finally:
+        os.close(descriptor)
     return False
+
+
+def _lock_mode(file: Path) -> int:
+    return os.O_RDWR if os.access(file, os.W_OK) else os.O_RDONLY  # NFS gives exclusive locks to writers only
+
+
+@contextmanager
+def hold_lock(file: Path, content: str, on_wait: Callable[[str], None]) -> Iterator[None]:
+    """Hold an exclusive lock on a file while the block runs; without one where the file system has no locks.
+
+    The file is created, and removed at the end. A process that is killed loses its lock.
+
+    Args:
+        file: File to lock; its directory must exist.
+        content: Text that describes this process, for others.
+        on_wait: Called with the text of the process that holds the lock, before this one waits for it.
+
+    Raises:
+        OSError: The file cannot be created.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o664)
+    except PermissionError:  # another user's
+        descriptor = os.open(file, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait(os.pread(descriptor, 4096, 0).decode(errors="replace"))
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, content.encode(), 0)
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()
+        os.close(descriptor)

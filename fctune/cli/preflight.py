@@ -1,14 +1,20 @@
-"""``fctune preflight``: check the nodes of a run before it starts."""
+"""``fctune preflight``: check the nodes of a run before it starts, or prepare what it needs."""
 
 from __future__ import annotations
 
 import argparse
+import signal
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fctune.base.errors import ConfigError, Interrupted
 from fctune.cli.files import write_file
 from fctune.cli.parser import add_config_arguments
 from fctune.config.loading import read_environment
+
+if TYPE_CHECKING:
+    from fctune.training.env_overrides import LaunchSpec
 
 
 def add_commands(commands: Any) -> None:
@@ -26,6 +32,9 @@ def add_commands(commands: Any) -> None:
     preflight.add_argument(
         "--launch", type=Path, metavar="FILE", help="write the launch, or the ranks of faulty nodes, in shell syntax"
     )
+    preflight.add_argument(
+        "--prepare", action="store_true", help="download and prepare what the run needs, on a node without GPUs"
+    )
     preflight.set_defaults(run=_preflight)
 
 
@@ -34,8 +43,13 @@ def _preflight(arguments: argparse.Namespace) -> int:
 
     environment = read_environment()
     shared = Path(environment.get("FCTUNE_SHARED") or "/mnt/shared")
+    launch = None
     if arguments.nodes == 1:  # no other node waits for this one's report of a wrong config
-        resolve_launch(Path(arguments.config), environment, arguments.overrides, shared)
+        launch = resolve_launch(Path(arguments.config), environment, arguments.overrides, shared)
+    if arguments.prepare:
+        if launch is None or arguments.gpus:
+            raise ConfigError("--prepare: prepares on one node without GPUs; leave out --nodes and --gpus.")
+        return _prepare(launch, environment)
     from fctune.apps.preflight.checks import Mounts
     from fctune.apps.preflight.preflight import Request, run_preflight
     from fctune.apps.preflight.rendezvous import Node
@@ -43,14 +57,24 @@ def _preflight(arguments: argparse.Namespace) -> int:
     mounts = Mounts(shared, Path(environment.get("FCTUNE_NETWORK") or "/mnt/network"))
     node = Node(arguments.node_rank, arguments.nodes, arguments.address, arguments.port, arguments.wait)
     request = Request(Path(arguments.config), arguments.overrides, arguments.gpus, mounts, environment)
-    code, launch, unfit = run_preflight(node, request, _show)
-    if arguments.launch is not None and (launch is not None or unfit):
+    code, checked, unfit = run_preflight(node, request, _show)
+    if arguments.launch is not None and (checked is not None or unfit):
         text = f"faulty_nodes='{' '.join(map(str, unfit))}'\n"
-        if launch is not None:
-            launch.prepare()
-            text = launch.to_shell(node.rank)
+        if checked is not None:
+            checked.prepare()
+            text = checked.to_shell(node.rank)
         write_file(arguments.launch, "--launch", lambda: text)
     return code
+
+
+def _prepare(launch: LaunchSpec, environment: Mapping[str, str]) -> int:
+    from fctune.apps.preflight.preparation import prepare_run
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also removes the unfinished set
+    try:
+        return prepare_run(launch, environment, _show)
+    except KeyboardInterrupt:
+        raise Interrupted("run the same command again: downloads resume, unfinished rows start over") from None
 
 
 def _show(line: str) -> None:

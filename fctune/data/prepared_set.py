@@ -7,9 +7,12 @@ the end, so a directory of that name is always complete; any change of an input 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
 import os
+import socket
+import uuid
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fctune.base.errors import DataError
-from fctune.base.files import mark_in_use, staged_directory
+from fctune.base.files import hold_lock, is_in_use, mark_in_use, staged_directory
 from fctune.config.intervals import format_count, format_share, parse_share
 from fctune.config.schema import RunConfig
 from fctune.config.sections.data import DataConfig
@@ -35,6 +38,8 @@ from fctune.data.secrets import SecretCounts
 from fctune.data.sources import LEFT_OUT_KINDS, Selection
 from fctune.data.sources.row_formats.registry import describe_unread
 from fctune.data.sources.unmatched import require_selected
+
+logger = logging.getLogger("fctune")
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -146,8 +151,12 @@ def prepare(
     path = root / name
     if not (path / "meta.json").is_file():
         try:
-            with staged_directory(path, suffix=str(os.getpid())) as staging:
-                _write(config, model_dir, staging, name, inputs, on_progress, chat_template)
+            root.mkdir(parents=True, exist_ok=True)
+            with hold_lock(root / f".{name}.lock", json.dumps(_describe_writer(config)), _warn_of_wait):
+                if not (path / "meta.json").is_file():
+                    # Containers that share a disk may have equal process IDs, and not see each other's locks.
+                    with staged_directory(path, suffix=uuid.uuid4().hex[:8]) as staging:
+                        _write(config, model_dir, staging, name, inputs, on_progress, chat_template)
         except OSError as error:
             raise DataError(
                 f"{root}: cannot write the prepared set ({error.strerror or error}). "
@@ -163,6 +172,27 @@ def prepare(
             "check` lists the places. Remove them, or set data.secrets=redact, which replaces them by placeholders."
         )
     return prepared
+
+
+def find_writer(config: DataConfig, root: Path) -> str | None:
+    """Return the host that is writing a set of the same sources under ``root``; None if none is seen."""
+    for lock in sorted(root.glob(".*.lock")):
+        if is_in_use(lock):
+            try:
+                writer = json.loads(lock.read_text(encoding="utf-8"))
+            except (OSError, ValueError):  # it is just starting or ending
+                continue
+            if writer["sources"] == [source.path for source in config.sources]:
+                return str(writer["host"])
+    return None
+
+
+def _describe_writer(config: DataConfig) -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "sources": [source.path for source in config.sources]}
+
+
+def _warn_of_wait(writer: str) -> None:
+    logger.warning("data: another process is preparing the same rows, and this one waits for it: %s", writer)
 
 
 def _check_invalid_share(sources: Sequence[SourceRows], limit: float | str) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def extend_base(model_dir: Path, tokens: Sequence[str], root: Path) -> Path:
     base, extended = _extend_tokenizer(model_dir, tokens)
     ids = [extended.token_to_id(token) for token in tokens]
     try:
-        with staged_directory(path, suffix=str(os.getpid())) as staging:
+        with staged_directory(path, suffix=uuid.uuid4().hex[:8]) as staging:
             for file in model_dir.iterdir():
                 if file.suffix == ".safetensors":
                     (staging / f"base-{file.name}").symlink_to(file.resolve())

@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,10 +15,11 @@ from typing import Literal
 from fctune.base.files import is_in_use
 from fctune.runs.directory import RunFiles
 
-Kind = Literal["prepared set", "earlier run", "run", "cache"]
+Kind = Literal["prepared set", "unfinished set", "earlier run", "run", "cache"]
 
 _MOVED_ASIDE = re.compile(r"(.+)\.\d+")  # a run that `resume=never` renamed
 _RECENT_S = 600.0  # a run that has written since may be running on another machine, whose locks are not seen
+_UNFINISHED_S = 3600.0  # a set that nobody has written to since is that of a process that was killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,10 @@ def find_leftovers(
     for file in sorted([*prepared.glob("*/meta.json"), *prepared.glob("*/config.json")]):  # sets, and extended bases
         is_used = file.parent in in_use or is_in_use(file)
         add("prepared set", file.parent, file.parent.stat().st_mtime, "in use" if is_used else "")
+    for path in sorted(path for path in prepared.glob(".*.*") if path.is_dir() and path.suffix != ".removed"):
+        with suppress(FileNotFoundError):  # it was finished meanwhile
+            written = max(file.stat().st_mtime for file in [path, *path.iterdir()])
+            add("unfinished set", path, written, "" if now - written > _UNFINISHED_S else "being written")
     for path in sorted([*prepared.glob(".*.removed"), *runs.glob(".*.removed")]):
         add("cache", path, 0.0, "")
     for folder in folders:

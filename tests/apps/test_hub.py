@@ -31,7 +31,7 @@ from fctune.config.schema import RunConfig
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.config.sections.model import ModelConfig
 from fctune.apps.preflight.checks import check_hub
-from fctune.apps.preflight.preflight import download
+from fctune.apps.preflight.downloads import download
 model, *sources = json.loads(sys.argv[1])
 data = DataConfig(sources=[SourceConfig(path=path) for path in sources])
 config = RunConfig(output_dir="runs/x", model=ModelConfig(path=model), data=data)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from fctune.base.files import open_atomically, staged_directory, write_atomically
+from fctune.base.files import hold_lock, is_in_use, open_atomically, staged_directory, write_atomically
 
 
 def test_concurrent_writers_leave_one_complete_file(tmp_path: Path) -> None:
@@ -35,3 +38,54 @@ def test_a_staged_directory_appears_complete(replaces: bool, kept: str, tmp_path
     with pytest.raises(KeyboardInterrupt), staged_directory(tmp_path / "folder", replaces=True):
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_lock_is_held_by_one_at_a_time_and_says_by_whom(tmp_path: Path) -> None:
+    lock, told = tmp_path / "lock", threading.Event()
+    order: list[str] = []
+
+    def tell(holder: str) -> None:
+        order.append(f"waits for {holder}")
+        told.set()
+
+    def wait() -> None:
+        with hold_lock(lock, "second", tell):
+            order.append("second")
+
+    with hold_lock(lock, "first", tell):
+        assert lock.read_text() == "first"
+        assert is_in_use(lock)
+        other = threading.Thread(target=wait)
+        other.start()
+        assert told.wait(20)
+        order.append("first")
+    other.join(20)
+    assert order == ["waits for first", "first", "second"]
+    assert not is_in_use(lock)
+    assert not lock.exists()
+
+
+def test_without_locks_the_file_system_lets_both_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with hold_lock(tmp_path / "lock", "", print), hold_lock(tmp_path / "lock", "", print):
+        assert not is_in_use(tmp_path / "lock")
+
+
+def test_the_lock_that_another_users_process_left_does_not_stop_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, open_file = tmp_path / "lock", os.open
+    lock.write_text("theirs")
+
+    def open_theirs(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", open_theirs)
+    with hold_lock(lock, "mine", print):
+        assert lock.read_text() == "theirs"
+    assert not lock.exists()

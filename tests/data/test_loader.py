@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -268,6 +269,25 @@ def test_a_damaged_set_is_rejected_by_name(tiny_base: Path, tmp_path: Path) -> N
         file.truncate(10)
     with pytest.raises(DataError, match="damaged prepared set"):
         open_prepared(path)
+
+
+def test_containers_that_do_not_see_each_others_locks_prepare_the_same_rows_at_once(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their process IDs may be equal, as the two writers' here."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    paths: list[Path] = []
+
+    def prepare_again(_: Counts) -> None:
+        if not paths:
+            paths.append(prepare(data_config(), tiny_base, tmp_path).path)
+
+    assert prepare(data_config(), tiny_base, tmp_path, prepare_again).path == paths[0]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [paths[0].name]
 
 
 def test_several_processes_encode_the_same_set_as_one(

@@ -53,6 +53,20 @@ def test_a_prepared_set_that_a_process_has_open_is_kept(tmp_path: Path) -> None:
     assert removable(tmp_path) == {"unused", path.name}
 
 
+def test_a_set_that_a_killed_process_left_unfinished_is_offered_after_an_hour(tmp_path: Path) -> None:
+    unfinished = tmp_path / "prepared" / ".0123456789abcdef.01234567"
+    unfinished.mkdir(parents=True)
+    tokens = unfinished / "tokens.bin"
+    tokens.write_bytes(bytes(1000))
+    os.utime(unfinished, (0, 0))
+    assert removable(tmp_path) == set(), "its process may still write"
+    os.utime(tokens, (time.time() - 4000,) * 2)
+    (leftover,) = find_leftovers(tmp_path / "prepared", tmp_path / "runs")
+    assert (leftover.kind, leftover.num_bytes, leftover.keep) == ("unfinished set", 1000, "")
+    leftover.remove()
+    assert not any((tmp_path / "prepared").iterdir())
+
+
 def test_a_run_that_has_just_written_is_kept_whatever_its_lock_says(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "runs" / "elsewhere", 3, code=None)  # on another machine, whose locks are not seen
     assert removable(tmp_path, has_all_runs=True) == set()

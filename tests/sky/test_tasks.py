@@ -99,6 +99,7 @@ def test_a_task_mounts_only_defined_volumes_that_its_nodes_can_share(path: Path)
 WITHOUT_HOOK = {
     "acceptance": "measures for at most ten minutes, and starts again",
     "eval": "each answer is on the shared volume as soon as it is there; the same command resumes",
+    "prepare": "downloads resume, and unfinished rows start over",
     "serve": "keeps no state; another replica starts",
     "slurm/finetune": "Slurm signals the processes of a job itself, and run_node.sh saves",
 }
@@ -133,6 +134,7 @@ def test_no_secret_is_declared_in_the_file(path: Path) -> None:
 def test_idle_clusters_are_removed_and_the_launch_says_so() -> None:
     for name in ("finetune.yaml", "slurm/finetune.yaml", "acceptance.yaml", "eval.yaml"):
         assert load(SKY / name)["resources"]["autostop"] == {"idle_minutes": 30, "down": True}, name
+    assert load(SKY / "prepare.yaml")["resources"]["autostop"] == {"idle_minutes": 5, "down": True}
     for name in ("finetune.yaml", "slurm/finetune.yaml"):
         assert "removed after 30 minutes without a job" in load(SKY / name)["run"].splitlines()[0]
 
@@ -292,7 +294,7 @@ def test_the_workflow_pushes_by_branch_sha_and_tag_and_releases_versions() -> No
     assert jobs["release"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
 
 
-@pytest.mark.parametrize("path", sorted((SKY / "slurm").glob("*.sbatch")), ids=name_of)
+@pytest.mark.parametrize("path", sorted((SKY / "slurm").glob("finetune_*.sbatch")), ids=name_of)
 def test_a_batch_job_has_two_nodes_a_warning_signal_and_appended_logs(path: Path) -> None:
     text = path.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.M))

@@ -154,6 +154,7 @@ def check_space(config: RunConfig, mounts: Mounts) -> list[Problem]:
     if usage is not None:
         free = _free_bytes(mounts.shared)
         reused = count_bytes(Path(config.output_dir))  # a resumed run overwrites its own files
+        reused += sum(count_partial_download("model", name) for name, _ in models) if usage.model else 0
         if usage.total > free + reused:
             remedy = "Free some space, use a larger volume, or lower checkpoint.keep_last"
             message = f"{mounts.shared}: {format_bytes(free)} free, but the run needs {usage}"
@@ -290,14 +291,28 @@ def list_hub_repositories(config: RunConfig) -> list[tuple[RepoKind, str, str | 
 
 def is_downloaded(kind: RepoKind, name: str, revision: str | None) -> bool:
     """Return True if the hub client's cache holds a complete snapshot of a repository."""
+    return find_snapshot(kind, name, revision) is not None
+
+
+def find_snapshot(kind: RepoKind, name: str, revision: str | None) -> Path | None:
+    """Return the complete snapshot of a repository in the hub client's cache, or None."""
     from huggingface_hub import snapshot_download
 
     patterns = ALLOW_PATTERNS[kind]
     try:
-        snapshot_download(name, repo_type=kind, revision=revision, local_files_only=True, allow_patterns=patterns)
+        found = snapshot_download(
+            name, repo_type=kind, revision=revision, local_files_only=True, allow_patterns=patterns
+        )
     except Exception:  # the client raises errors of several families; any of them means that a download is needed
-        return False
-    return True
+        return None
+    return Path(found)
+
+
+def count_partial_download(kind: RepoKind, name: str) -> int:
+    """Return the bytes of a repository that an interrupted download has left, and a new one uses."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return count_bytes(Path(HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" / "blobs")
 
 
 def check_hub(config: RunConfig, environment: Mapping[str, str]) -> list[Problem]:

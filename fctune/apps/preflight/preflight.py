@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fctune.apps.preflight import checks
-from fctune.apps.preflight.checks import ALLOW_PATTERNS, Mounts, Problem, RepoKind, list_hub_repositories
+from fctune.apps.preflight.checks import Mounts, Problem
+from fctune.apps.preflight.downloads import download
+from fctune.apps.preflight.preparation import check_prepared, find_pinned_config
 from fctune.apps.preflight.rendezvous import ListenError, Node, Rendezvous, RendezvousError
-from fctune.base.errors import CheckpointError, ConfigError, DataError, one_line
+from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.exit_codes import DONE, FAILED, INVALID, NODE_FAULT
-from fctune.base.files import write_atomically
 from fctune.config.intervals import format_count
-from fctune.config.schema import RunConfig
-from fctune.models.hub import resolve_model_dir
 from fctune.training.env_overrides import LaunchSpec, resolve_launch
 
 _MAX_CLOCK_OFFSET_S = 5.0  # tolerated by certificates and by the order of log lines
@@ -128,7 +126,9 @@ def _check_node(
     except ConfigError as error:
         return None, [*problems, Problem(str(error), "", "usage")]
     if node.is_head and not mount_problems:  # free space is only known of mounted disks
-        problems += checks.check_head(launch.config, mounts, environment)
+        problems += checks.check_head(find_pinned_config(launch) or launch.config, mounts, environment)
+        if request.num_gpus:
+            problems += check_prepared(launch, node.count * request.num_gpus, environment)
     return launch, problems
 
 
@@ -210,69 +210,3 @@ def _wait_for_file(path: Path, timeout_s: float) -> bool:
             return False
         time.sleep(0.2)
     return True
-
-
-def download(config: RunConfig, folder: Path) -> list[str]:
-    """Download the hub repositories that a config names and return overrides that pin their commits.
-
-    To be called by one process of a cluster whose nodes share HF_HOME. Concurrent runs wait for each other at a lock,
-    and an interrupted download resumes. Without a revision in the config, the commit of the first download is pinned
-    until its record is deleted, so that a resumed run does not switch to a newer one.
-
-    Args:
-        config: The run's config.
-        folder: Receives the locks and one record for each downloaded repository.
-
-    Raises:
-        ConfigError: The model cannot be downloaded.
-        DataError: A dataset cannot be downloaded.
-    """
-    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
-
-    overrides: list[str] = []
-    folder.mkdir(parents=True, exist_ok=True)
-    for kind, name, revision, key in list_hub_repositories(config):
-        suffix = f"@{revision.replace('/', '--')}" if revision else ""
-        record = folder / f"{kind}s--{name.replace('/', '--')}{suffix}.json"
-        with WeakFileLock(record.with_suffix(".lock")):
-            commit = _read_record(record).get("commit")
-            local = _download(kind, name, commit or revision)
-            if commit is None:
-                _write_record(record, {"kind": kind, "name": name, "revision": revision, "commit": local.name}, local)
-        if kind == "model":
-            overrides.append(f"{key}=hf:{name}@{local.name}")
-        else:
-            path = config.data.sources[int(key.split(".")[2])].path
-            rest = path.removeprefix("hf:").partition("@")[0].partition(":")[2]
-            overrides.append(f"{key}=hf:{local}" + (f":{rest}" if rest else ""))
-    return overrides
-
-
-def _download(kind: RepoKind, name: str, revision: str | None) -> Path:
-    if kind == "model":
-        return resolve_model_dir(f"hf:{name}" + (f"@{revision}" if revision else ""))
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = ALLOW_PATTERNS[kind]
-        return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=patterns))
-    except Exception as error:
-        reason = one_line(error, 300)
-        raise DataError(
-            f"hf:{name}: the dataset cannot be downloaded ({type(error).__name__}: {reason}). Check the name and the "
-            "network; for a gated dataset, accept its license and set HF_TOKEN."
-        ) from None
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return record
-
-
-def _write_record(path: Path, record: dict[str, Any], local: Path) -> None:
-    record["bytes"] = sum(file.stat().st_size for file in local.rglob("*") if file.is_file())
-    record["downloaded_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    write_atomically(path, json.dumps(record, indent=2) + "\n")

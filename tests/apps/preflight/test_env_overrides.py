@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fctune.apps.preflight.preparation import ALLOW_VARIABLE
 from fctune.base.errors import ConfigError
 from fctune.config.shipped import CONFIG_OF_SIZE, has_size, list_shipped_configs
 from fctune.training.env_overrides import ENV_OVERRIDES, choose_config, resolve_launch
@@ -157,18 +158,19 @@ def test_shell_assignments_survive_quotes_and_dollar_signs(tmp_path: Path) -> No
     assert arguments == launch.arguments
 
 
-def test_env_example_and_both_tasks_offer_every_variable() -> None:
+def test_env_example_and_all_tasks_offer_every_variable() -> None:
     offered = read_offered_variables()
     others = {"CONFIG", "MODEL_SIZE", "HF_TOKEN", "WANDB_API_KEY", "FCTUNE_SHARED", "FCTUNE_NETWORK"}
     assert set(ENV_OVERRIDES) | others <= offered
-    for task in ("sky/finetune.yaml", "sky/slurm/finetune.yaml"):
+    for task in ("sky/finetune.yaml", "sky/slurm/finetune.yaml", "sky/prepare.yaml"):
         envs = yaml.safe_load((ROOT / task).read_text())["envs"]
         assert set(ENV_OVERRIDES) <= set(envs), task
         assert all(envs[name] == "" for name in (*ENV_OVERRIDES, "CONFIG", "MODEL_SIZE")), task
         assert set(envs) <= offered, task
 
 
-def test_env_example_explains_every_variable_that_the_node_script_reads() -> None:
-    read = set(re.findall(r"\$\{?([A-Z][A-Z_]+)", (ROOT / "sky" / "run_node.sh").read_text()))
+def test_env_example_explains_every_variable_that_the_node_scripts_read() -> None:
+    scripts = [(ROOT / "sky" / name).read_text() for name in ("run_node.sh", "prepare_node.sh")]
+    read = {name for text in scripts for name in re.findall(r"\$\{?([A-Z][A-Z_]+)", text)} | {ALLOW_VARIABLE}
     external = ("SKYPILOT_", "SLURM_", "TORCHINDUCTOR", "TRITON", "PATH", "PWD", "BASHPID", "PYTHON")
     assert {name for name in read if not name.startswith(external)} <= read_offered_variables()
