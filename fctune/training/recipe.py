@@ -289,6 +289,7 @@ class FineTuning(ABC):
         evaluation = None if is_never(config.eval.every) else self._open_evaluation(planned)
         checkpoint = CheckpointCallback(
             config.checkpoint, checkpointer, run.store, world, fallback=run.fallback_store, guard=watch.guard
+            num_ranks=world.world_size,
         )
         stop = StopCallback(run.request, checkpoint)
         callbacks: list[Callback] = [watch, stop, checkpoint]
