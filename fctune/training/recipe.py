@@ -53,6 +53,7 @@ from fctune.training.setup import (
     check_packing,
     check_space,
     check_weights,
+    choose_elastic_interval,
     open_sinks,
     plan_parallelism,
     shard_and_load_,
@@ -275,6 +276,7 @@ class FineTuning(ABC):
         state = start_state(planned.model, config, planned.num_steps, self.load_checkpoint(planned))
         source = self.open_source(planned)
         checkpointer = Checkpointer(state, self.hf_weights(planned), source, planned.facts, world)
+        elastic_s = choose_elastic_interval(planned.model, config, planned.layout, planned.num_steps, world)
         if run.resume is not None:
             checkpointer.restore_(run.resume)
         watch = HangWatch(
@@ -288,8 +290,13 @@ class FineTuning(ABC):
         self._resources.callback(watch.close)
         evaluation = None if is_never(config.eval.every) else self._open_evaluation(planned)
         checkpoint = CheckpointCallback(
-            config.checkpoint, checkpointer, run.store, world, fallback=run.fallback_store, guard=watch.guard
-            num_ranks=world.world_size,
+            config.checkpoint,
+            checkpointer,
+            run.store,
+            world,
+            fallback=run.fallback_store,
+            guard=watch.guard,
+            elastic_s=elastic_s,
         )
         stop = StopCallback(run.request, checkpoint)
         callbacks: list[Callback] = [watch, stop, checkpoint]
