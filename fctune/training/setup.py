@@ -21,8 +21,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fctune.base import distributed
 from fctune.base.distributed import World
-from fctune.base.errors import ConfigError, DataError
+from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.files import format_bytes
+from fctune.base.gpus import GPUS
 from fctune.checkpoint.saver import Guard, first_write_limit, no_guard
 from fctune.checkpoint.state import TrainState
 from fctune.config.cache import prepared_root
@@ -63,9 +64,10 @@ from fctune.parallel.layout import (
     suggest_smaller_weights,
 )
 from fctune.parallel.memory import MemoryModel
+from fctune.parallel.search import plan_speed
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
 from fctune.parallel.storage import FAILURES_PER_GPU_DAY, plan_storage
-from fctune.runs.device import compute_capability, describe_device, total_memory
+from fctune.runs.device import compute_capability, describe_device, find_gpu_kind, total_memory
 from fctune.runs.directory import RunDirectory
 from fctune.runs.metrics import GIB, active_memory_gib
 from fctune.runs.services import PrometheusSink, TensorBoardSink, WandbSink
@@ -291,6 +293,18 @@ def check_space(
     warning = distributed.run_on_rank_0(check)
     if warning is not None and world.is_main:
         logger.warning("%s", warning)
+
+
+def plan_speed_of_run(config: RunConfig, model_dir: Path, world: World) -> float | None:
+    """Return the planned tokens per second and GPU of a run, which its speed is judged by; None if it is unknown."""
+    kind = find_gpu_kind(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    if kind is None:
+        return None
+    try:
+        return plan_speed(config, model_dir, GPUS[kind], world.world_size // world.ranks_per_node, world.ranks_per_node)
+    except (ConfigError, DataError, CheckpointError) as error:  # what a plan refuses, a run may still do
+        logger.warning("this run's speed cannot be planned: %s", error)
+        return None
 
 
 def choose_elastic_interval(
