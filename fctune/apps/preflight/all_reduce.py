@@ -49,9 +49,7 @@ def measure_all_reduce(node: Node, num_ranks: int, limit_s: float = _LIMIT_S) ->
     def run(local_rank: int) -> tuple[dict[Scope, float], str]:
         task = asdict(node) | {"local_rank": local_rank, "num_ranks": num_ranks, "limit_s": limit_s}
         done = run_command([sys.executable, "-P", "-m", __name__, json.dumps(task)], limit_s=limit_s)
-        found: dict[Scope, float] = {}
-        for line in done.output.text.splitlines():
-            found |= json.loads(line)
+        found = read_bandwidths(done.output.text)
         ending = f"no result after {limit_s:g} s" if done.code is None else done.errors.last_line
         return found, "" if done.code == 0 else ending or f"its process ended with code {done.code}"
 
@@ -67,6 +65,15 @@ def measure_all_reduce(node: Node, num_ranks: int, limit_s: float = _LIMIT_S) ->
             return Measured(gb_s, scope, next((one for one in errors if "no result" not in one), errors[0])[:300])
         gb_s[scope] = min(found[scope] for found, _ in results)
     return Measured(gb_s)
+
+
+def read_bandwidths(output: str) -> dict[Scope, float]:
+    """Return the GB/s by scope from a rank's output, to which NCCL_DEBUG=INFO adds lines of NCCL."""
+    found: dict[Scope, float] = {}
+    for line in output.splitlines():
+        if line.startswith("{"):
+            found |= json.loads(line)
+    return found
 
 
 def _run_rank(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fctune.apps.preflight import all_reduce, checks, links, preflight
-from fctune.apps.preflight.all_reduce import Measured, measure_all_reduce
+from fctune.apps.preflight.all_reduce import Measured, measure_all_reduce, read_bandwidths
 from fctune.apps.preflight.checks import Mounts
 from fctune.apps.preflight.links import check_network, compare_ports, describe_ports, judge_all_reduce
 from fctune.apps.preflight.preflight import Request, run_preflight
@@ -213,6 +213,11 @@ def test_two_nodes_run_an_all_reduce_and_one_alone_gives_up_in_time() -> None:
     lost = measure_all_reduce(alone.node, 1, limit_s=6)
     assert lost.failed == "all"
     assert lost.error
+
+
+def test_lines_of_nccl_do_not_hide_the_bandwidths() -> None:
+    output = '{"node": 250.5}\nhost-1:71:90 [0] NCCL INFO Using network IB\n{"all": 200.0}\n'
+    assert read_bandwidths(output) == {"node": 250.5, "all": 200.0}
 
 
 def test_low_bandwidth_is_a_fault_by_the_share_of_the_usual_machine() -> None:
