@@ -33,9 +33,9 @@ _REPORT_S = 8.0  # limit of each part of a report, whose disk or terminal may ha
 # Ranks start a step together and take the same time for it, so they reach its limit within this share of it.
 _SPREAD, _MIN_SPREAD_S = 0.05, 5.0
 _IN_COLLECTIVE, _ELSEWHERE = "main thread: waits for other ranks", "main thread: elsewhere"
-# Where a rank waits for others, and where it waits for its own disk, data or answers.
+# Where a rank waits for others, and where it reads its own data.
 _COLLECTIVES = ("/torch/distributed/", "/fctune/base/distributed.py")
-_OWN_WORK = ("/fctune/data/", "/fctune/training/prefetch.py", "/fctune/engines/", "/fctune/tasks/")
+_OWN_WORK = ("/fctune/data/", "/fctune/training/prefetch.py")
 
 
 @dataclass(frozen=True, slots=True)
