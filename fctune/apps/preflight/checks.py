@@ -210,7 +210,7 @@ def _check_readings(num_gpus: int) -> list[Problem]:
             problems.append(Problem(message, remedy))
         elif health.is_remap_pending:
             message = f"GPU {index}: defective rows of memory wait for a reset of the GPU to be remapped"
-            problems.append(Problem(message, f"Drain the node and reset the GPU: nvidia-smi --gpu-reset -i {index}"))
+            problems.append(Problem(message, f"Drain the node and reset the GPU: nvidia-smi -r -i {index}"))
     return problems + _check_nvlinks(links)
 
 
