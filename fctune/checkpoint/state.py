@@ -69,6 +69,17 @@ class RunTimers:
         self.last_s[action] = self.elapsed_s
         return True
 
+    def is_due_by_either(self, action: str, every_s: float, every_steps: int, step: int, pause_s: float) -> bool:
+        """Return True if an action is due after ``step``: by its time, or by its steps.
+
+        It is never due within ``pause_s`` of the last time.
+        """
+        waited_s = self.elapsed_s - self.last_s.get(action, 0.0)
+        if waited_s < pause_s or (waited_s < every_s and step % every_steps):
+            return False
+        self.last_s[action] = self.elapsed_s
+        return True
+
     def describe(self) -> dict[str, Any]:
         """Return the state that a checkpoint records."""
         return {"elapsed_s": self.elapsed_s, "last_s": dict(self.last_s)}

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from fctune.config.fields import Notation
 
 NEVER = 0
+AUTO = "auto"
+AUTO_SHARE = 1 / 3  # longest interval that ``auto`` stands for, as a share of the run
 
+_EXPECTED = "expected steps (500), a time (90s, 10min, 2h), a share of the run (5%)"
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _MAX_CHARS = 18  # of an interval, whose number 64 bits hold
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|%)")
@@ -67,7 +70,7 @@ def parse_interval(value: int | str) -> Interval:
         return Interval(steps=int(text))
     found = _PATTERN.fullmatch(text)
     if found is None:
-        raise ValueError("expected steps (500), a time (90s, 10min, 2h), a share of the run (5%), or 0 for never")
+        raise ValueError(f"{_EXPECTED}, or 0 for never")
     number, unit = float(found[1]), found[2]
     if number == 0:
         return Interval(steps=NEVER)
@@ -76,6 +79,20 @@ def parse_interval(value: int | str) -> Interval:
             raise ValueError("expected at most 100%")
         return Interval(share=number / 100)
     return Interval(seconds=number * _UNITS_S[unit])
+
+
+def parse_interval_or_auto(value: int | str) -> Interval:
+    """Parse an interval where ``auto`` is at most a third of the run; a plan may shorten it.
+
+    Raises:
+        ValueError: The value is something else.
+    """
+    if value == AUTO:
+        return Interval(share=AUTO_SHARE)
+    try:
+        return parse_interval(value)
+    except ValueError as error:
+        raise error if isinstance(value, float) else ValueError(f"{_EXPECTED}, 0 for never, or auto") from None
 
 
 def parse_steps_or_share(value: int | str) -> Interval:
@@ -133,6 +150,7 @@ def format_duration(seconds: float) -> str:
 
 
 INTERVAL = Notation("steps, time or share", parse_interval)
+INTERVAL_OR_AUTO = Notation("steps, time, share or auto", parse_interval_or_auto)
 STEPS_OR_SHARE = Notation("steps or share", parse_steps_or_share)
 PERCENTAGE = Notation("share", parse_share)
 

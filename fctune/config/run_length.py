@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fctune.config.intervals import format_count, format_duration, parse_interval
+from fctune.config.intervals import format_count, format_duration, parse_interval, parse_interval_or_auto
 from fctune.config.schema import RunConfig
 
 _FEW_STEPS = 50  # fewer are too few for a schedule to warm up and decay
@@ -77,7 +77,8 @@ def _check_warmup(config: RunConfig, length: RunLength) -> list[str]:
 
 
 def _check_saves(config: RunConfig, length: RunLength) -> list[str]:
-    every, elastic = (parse_interval(value) for value in (config.checkpoint.every, config.checkpoint.elastic_every))
+    every = parse_interval(config.checkpoint.every)
+    elastic = parse_interval_or_auto(config.checkpoint.elastic_every)
     if length.seconds is not None and length.seconds < _LONG_RUN_S:
         return []
     if length.save_s is not None and every.seconds is not None and every.seconds < length.save_s:

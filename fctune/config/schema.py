@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from fctune.config.components import CallbackSpecs, OptimizerSpec
 from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, MAY_CHANGE, SAME_CONTENT, Null, Range, SectionProblems
-from fctune.config.intervals import INTERVAL, STEPS_OR_SHARE, is_never
+from fctune.config.intervals import INTERVAL, INTERVAL_OR_AUTO, STEPS_OR_SHARE, is_never
 from fctune.config.recipes import find_recipe
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig
@@ -52,8 +52,9 @@ class CheckpointConfig:
     every: Annotated[int | str, INTERVAL] = "10min"
     """Interval of sharded checkpoints, which are fast and resume this run: a time (`10min`, `2h`), steps (`500`), or a
     share of the run (`5%`); 0: never."""
-    elastic_every: Annotated[int | str, INTERVAL] = "2h"
-    """Interval of elastic checkpoints, which any number of ranks and other tools can load; 0: only at the end."""
+    elastic_every: Annotated[int | str, INTERVAL_OR_AUTO] = "auto"
+    """Interval of elastic checkpoints, which any number of ranks and other tools can load; 0: only at the end. `auto`:
+    the interval that loses the least time by the plan, at most a third of the run and at least a minute."""
     keep_last: Annotated[int, AT_LEAST_1] = 3
     """Checkpoints of each kind to keep."""
     keep_every_n_steps: Annotated[int | None, AT_LEAST_1, Null("only the last ones")] = None

@@ -16,7 +16,7 @@ from fctune.config.schema import RunConfig
 from fctune.data.data_size import measure_data
 from fctune.data.prepared_set import resolve_batch_size
 from fctune.models.architecture import Architecture
-from fctune.models.planned_model import find_planned_tokens, shape_model
+from fctune.models.planned_model import extend_architecture, find_architecture, find_planned_tokens, shape_model
 from fctune.parallel.context_parallel import check_context_parallelism
 from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.layout import Hardware, check_layout, choose_layout, list_contexts
@@ -24,6 +24,8 @@ from fctune.parallel.memory import MemoryModel, Peak, Setting
 from fctune.parallel.speed import Flops, KernelTimes, StepTime, count_flops, estimate_kernel_times, estimate_step_time
 
 _FRACTIONS = (0.0, 0.5, 1.0)
+
+_MIN_PARAMETERS = 1e9  # smaller models wait for the launches of kernels, which is not modelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,11 @@ class LayoutSearch:
             self.slots_per_pack,
         )
 
+    def configured_speed(self) -> float:
+        """Return the planned tokens per second and GPU of the configured setting, without padding."""
+        setting, _ = self.configured()
+        return self._speed(setting, self.time(setting))
+
     def kernel_times(self, setting: Setting) -> KernelTimes:
         """Return the time of each kind of kernel in a setting."""
         tokens = setting.micro_batch_size * self.slots_per_pack / setting.context
@@ -169,11 +176,12 @@ class LayoutSearch:
         largest = self.largest_micro_batch(setting)
         setting = self.memory.with_accumulation(replace(setting, micro_batch_size=largest or 1))
         time = self.time(setting)
+        return Variant(setting, self.memory.peak(setting), largest > 0, time, self._speed(setting, time))
+
+    def _speed(self, setting: Setting, time: StepTime) -> float:
         padding_share = 0.0 if self.rows is None else self.rows.padding_share
         tokens = self.packs * self.slots_per_pack * (1 - padding_share)
-        return Variant(
-            setting, self.memory.peak(setting), largest > 0, time, tokens / time.total_s / setting.world_size
-        )
+        return tokens / time.total_s / setting.world_size
 
     def _is_valid(self, setting: Setting) -> bool:
         """Return True if the config accepts the layout of a setting, and a run can start with it."""
@@ -202,6 +210,20 @@ class LayoutSearch:
         if config.parallel.cpu_offload or config.parallel.expert > 1:  # experts that are spread are not offloaded
             return remedies
         return [*remedies, f"parallel.cpu_offload=true{' parallel.mode=fsdp' if config.parallel.mode == 'ddp' else ''}"]
+
+
+def plan_speed(config: RunConfig, model_dir: Path, gpu: Gpu, nodes: int, gpus_per_node: int) -> float | None:
+    """Return the planned tokens per second and GPU of a run, without padding; None where the plan knows none.
+
+    It knows none of reinforcement, whose steps wait for answers, and of small models.
+    """
+    if config.grpo is not None:
+        return None
+    architecture, _, _ = find_architecture(str(model_dir), None, config.model.source)
+    search = LayoutSearch(config, *extend_architecture(config, architecture, model_dir), gpu, nodes, gpus_per_node)
+    if sum(tensor.numel for tensor in search.memory.all.tensors) < _MIN_PARAMETERS:
+        return None
+    return search.configured_speed()
 
 
 def list_overrides(config: RunConfig, setting: Setting) -> dict[str, Any]:

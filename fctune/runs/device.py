@@ -42,6 +42,7 @@ _KINDS = (
     (r"\bRTX 4080\b(?! (?:SUPER|Laptop)\b)", "rtx4080"),
     (r"\bRTX 3090\b(?! Ti\b)", "rtx3090"),
 )
+_MAX_LINKS = 36  # more than the NVLinks of any GPU so far
 _EVERY_S = 1.0  # NVML samples every 1/6 s to 1 s
 
 _SLICE = re.compile(r"\bMIG\b")  # a slice of a GPU has only a part of its rate
@@ -61,12 +62,19 @@ class DeviceReading:
     ecc_errors: int | None  # uncorrected errors since the driver was loaded
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceHealth:
+    """Lasting defects of one GPU, from NVML; None where the GPU or driver does not report a value."""
+
+    is_remap_pending: bool | None  # rows of memory that a reset of the GPU replaces by spare ones
+    has_remap_failed: bool | None  # no spare row was left
+    num_links: int  # NVLinks whose state NVML reports; 0 without NVLink
+    num_active_links: int
+
+
 def read_device(index: int) -> DeviceReading | None:
     """Read a GPU by its CUDA index; None without NVML (no GPU, no driver, or no ``nvidia-ml-py``)."""
-    nvml = _load_nvml()
-    if nvml is None:
-        return None
-    handle = _query(lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}"))
+    nvml, handle = _open_device(index)
     if handle is None:
         return None
     memory = _query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
@@ -86,6 +94,23 @@ def read_device(index: int) -> DeviceReading | None:
                 )
             )
         ),
+    )
+
+
+def read_health(index: int) -> DeviceHealth | None:
+    """Read the lasting defects of a GPU by its CUDA index; None without NVML."""
+    nvml, handle = _open_device(index)
+    if handle is None:
+        return None
+    # Corrected errors, uncorrected errors, pending, failed; supported from A100 on.
+    remapped = _query(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+    links = [_query(lambda link=link: nvml.nvmlDeviceGetNvLinkState(handle, link)) for link in range(_MAX_LINKS)]
+    states = [state for state in links if state is not None]  # NVML refuses the numbers of links that it lacks
+    return DeviceHealth(
+        is_remap_pending=None if remapped is None else bool(remapped[2]),
+        has_remap_failed=None if remapped is None else bool(remapped[3]),
+        num_links=len(states),
+        num_active_links=sum(map(bool, states)),
     )
 
 
@@ -123,6 +148,14 @@ def total_memory(device: torch.device, ranks_per_node: int) -> int:
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the CUDA compute capability; None on CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _open_device(index: int) -> tuple[Any, Any]:
+    """Return the NVML binding and the handle of a GPU by its CUDA index; the handle is None if it cannot be read."""
+    nvml = _load_nvml()
+    if nvml is None:
+        return None, None
+    return nvml, _query(lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}"))
 
 
 def _load_nvml() -> Any:

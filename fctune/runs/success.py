@@ -27,7 +27,6 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 _THROUGHPUTS = ("*throughput*.json", "eval/*throughput*.json", "eval/*/*throughput*.json")
-_MAX_LOSS_ADAPTERS, _MAX_LOSS_FULL = 1.5, 0.5
 # Config keys that may differ between runs whose speeds are compared across world sizes.
 _SCALING_KEYS = (
     "output_dir",
@@ -97,11 +96,8 @@ def judge_run(
     accuracy, source = _find_accuracy(record, accuracies or {})
     reason = "run fctune eval on the exported model"
     judge(f"tool-call accuracy{source}", ">=", thresholds.min_accuracy, accuracy, ".1%", reason)
-    max_loss = thresholds.max_final_loss
-    if max_loss is None:
-        max_loss = _MAX_LOSS_ADAPTERS if record.config.get("adapter") is not None else _MAX_LOSS_FULL
     name = f"loss, mean of the last {FINAL_STEPS} steps"
-    judge(name, "<", max_loss, figures.final_loss, ".4g", "no steps")
+    judge(name, "<", thresholds.max_final_loss, figures.final_loss, ".4g", "no steps")
     reason = f"{_NO_GPU}, or nvidia-ml-py is missing"
     judge("GPU utilization", ">=", thresholds.min_gpu_utilization, figures.gpu_utilization, ".1%", reason)
     peak, capacity = figures.peak_memory_gib, record.run.get("device_memory_gib")
@@ -110,6 +106,11 @@ def judge_run(
     judge("peak GPU memory", "<=", thresholds.max_memory_share, share, ".1%", _NO_GPU)
     speed, reason = (None, _NO_GPU) if record.is_cpu else (figures.tokens_per_s_per_rank, "no steps")
     judge("tokens/s per GPU, median", ">", thresholds.min_tokens_per_s_per_gpu, speed, ",.0f", reason)
+    planned = record.run.get("planned_tokens_per_s_per_gpu")
+    share = speed / planned if speed is not None and planned else None
+    name = "tokens/s per GPU, of the planned" + (f" {planned:,.0f}" if planned else "")
+    reason = reason if speed is None else "the plan knows no speed for this model and GPU"
+    judge(name, ">=", thresholds.min_planned_speed, share, ".1%", reason)
     scaling, reason = _measure_scaling(record, peers), "needs a run of the same work on fewer ranks"
     judge("scaling", ">=", thresholds.min_scaling, scaling, ".1%", reason)
     if thresholds.no_out_of_memory:

@@ -186,9 +186,21 @@ class Run:
                 faulty_node=_describe_node() if is_nodes_fault else None,
             )
 
-    def record_hang(self, reason: str, code: int) -> None:
-        """Write exit.json of a process that hangs and is about to be ended."""
-        self.directory.finish(code, reason, self.step, self.newest_checkpoint(), is_crash=True)
+    def record_hang(self, reason: str, code: int, late_ranks: Sequence[int] = ()) -> None:
+        """Write exit.json of a process that hangs and is about to be ended.
+
+        If the ranks that hold up the others are all of one node, it names this node.
+        """
+        nodes = {rank // self.world.ranks_per_node for rank in late_ranks}
+        node = None
+        if len(nodes) == 1 and self.world.world_size > self.world.ranks_per_node:
+            hosts = [peer.host for peer in self.peers if peer.rank == late_ranks[0]]
+            node = {"rank": nodes.pop(), "host": hosts[0] if hosts else ""}
+        if late_ranks:
+            named = ", ".join(map(str, late_ranks))
+            reason += f"; held up by rank {named}" + (f" on {node['host']}" if node is not None else "")
+        checkpoint = self.newest_checkpoint()
+        self.directory.finish(code, reason, self.step, checkpoint, is_crash=True, faulty_node=node)
 
     def _record_stop(self, reason: str) -> None:
         killed = find_killed_rank(self.peers)

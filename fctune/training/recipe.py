@@ -53,8 +53,10 @@ from fctune.training.setup import (
     check_packing,
     check_space,
     check_weights,
+    choose_elastic_interval,
     open_sinks,
     plan_parallelism,
+    plan_speed_of_run,
     shard_and_load_,
     start_state,
     warn_of_length,
@@ -233,6 +235,8 @@ class FineTuning(ABC):
         check_space(model, config, directory, num_steps, self.world, is_resumed=self.run.resumes_own)
         if self.world.is_main:
             details: dict[str, Any] = {"parameters": count_parameters(model)}
+            if (planned_speed := plan_speed_of_run(config, self.model_dir, self.world)) is not None:
+                details["planned_tokens_per_s_per_gpu"] = round(planned_speed, 1)
             if model.state_layers:
                 details["state_layers"] = model.state_layers
             requested = self.requested_config
@@ -272,6 +276,7 @@ class FineTuning(ABC):
             DataError: The data is not that of the run.
         """
         config, run, world = planned.config, self.run, self.world
+        elastic_s = choose_elastic_interval(planned.model, config, planned.layout, planned.num_steps, world)
         state = start_state(planned.model, config, planned.num_steps, self.load_checkpoint(planned))
         source = self.open_source(planned)
         checkpointer = Checkpointer(state, self.hf_weights(planned), source, planned.facts, world)
@@ -284,11 +289,18 @@ class FineTuning(ABC):
             timeout_s=config.step_timeout_s,
             is_compiled=config.compile,
             write_timeout_s=config.checkpoint.save_timeout_s,
+            num_ranks=world.world_size,
         )
         self._resources.callback(watch.close)
         evaluation = None if is_never(config.eval.every) else self._open_evaluation(planned)
         checkpoint = CheckpointCallback(
-            config.checkpoint, checkpointer, run.store, world, fallback=run.fallback_store, guard=watch.guard
+            config.checkpoint,
+            checkpointer,
+            run.store,
+            world,
+            fallback=run.fallback_store,
+            guard=watch.guard,
+            elastic_s=elastic_s,
         )
         stop = StopCallback(run.request, checkpoint)
         callbacks: list[Callback] = [watch, stop, checkpoint]

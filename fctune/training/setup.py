@@ -21,13 +21,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fctune.base import distributed
 from fctune.base.distributed import World
-from fctune.base.errors import ConfigError, DataError
+from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.files import format_bytes
+from fctune.base.gpus import GPUS
 from fctune.checkpoint.saver import Guard, first_write_limit, no_guard
 from fctune.checkpoint.state import TrainState
 from fctune.config.cache import prepared_root
 from fctune.config.components import resolve_component
-from fctune.config.intervals import format_count, parse_interval
+from fctune.config.intervals import AUTO, format_count, format_duration, parse_interval, parse_interval_or_auto
 from fctune.config.loading import read_environment
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import LRSchedulerConfig, RunConfig
@@ -63,14 +64,16 @@ from fctune.parallel.layout import (
     suggest_smaller_weights,
 )
 from fctune.parallel.memory import MemoryModel
+from fctune.parallel.search import plan_speed
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
-from fctune.parallel.storage import plan_storage
-from fctune.runs.device import compute_capability, describe_device, total_memory
+from fctune.parallel.storage import FAILURES_PER_GPU_DAY, plan_storage
+from fctune.runs.device import compute_capability, describe_device, find_gpu_kind, total_memory
 from fctune.runs.directory import RunDirectory
 from fctune.runs.metrics import GIB, active_memory_gib
 from fctune.runs.services import PrometheusSink, TensorBoardSink, WandbSink
 from fctune.runs.sinks import AlertMonitor, BackgroundSink, ConsoleSink, JsonlSink, SinkGroup
 from fctune.tasks.evaluation.live import check_answering_memory
+from fctune.training.callbacks.checkpoint import AUTO_PAUSE_S
 
 logger = logging.getLogger("fctune")
 
@@ -290,6 +293,43 @@ def check_space(
     warning = distributed.run_on_rank_0(check)
     if warning is not None and world.is_main:
         logger.warning("%s", warning)
+
+
+def plan_speed_of_run(config: RunConfig, model_dir: Path, world: World) -> float | None:
+    """Return the planned tokens per second and GPU of a run, which its speed is judged by; None if it is unknown."""
+    kind = find_gpu_kind(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    if kind is None:
+        return None
+    try:
+        return plan_speed(config, model_dir, GPUS[kind], world.world_size // world.ranks_per_node, world.ranks_per_node)
+    except (ConfigError, DataError, CheckpointError) as error:  # what a plan refuses, a run may still do
+        logger.warning("this run's speed cannot be planned: %s", error)
+        return None
+
+
+def choose_elastic_interval(
+    model: CausalLM, config: RunConfig, layout: ParallelLayout, num_steps: int, world: World
+) -> float:
+    """Return the seconds between elastic checkpoints that lose the least time, for a meta model, and log their reason.
+
+    Infinite unless ``checkpoint.elastic_every`` is ``auto``.
+    """
+    if config.checkpoint.elastic_every != AUTO:
+        return math.inf
+    memory, ranks = MemoryModel(model, config, device_bytes=1), world.world_size
+    storage = plan_storage(memory, config, ranks, None, 1.0, FAILURES_PER_GPU_DAY, layout.shard, num_steps)
+    third = parse_interval_or_auto(AUTO).in_steps(num_steps) or 1
+    interval_s = max(storage.best_interval_s, AUTO_PAUSE_S)
+    logger.info(
+        "elastic checkpoints: every %s, and at least every %s, a third of the run (%s fail about every %s h, and "
+        "training waits %s for a save)",
+        format_duration(interval_s),
+        format_count(third, "step"),
+        format_count(ranks, "rank"),
+        f"{storage.hours_between_failures:,.0f}",
+        format_duration(storage.stall_s),
+    )
+    return interval_s
 
 
 def shard_and_load_(

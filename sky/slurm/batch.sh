@@ -4,6 +4,7 @@
 [ -z "${FCTUNE_SWEEP:-}" ] || printf -v CONFIG '%s/configs/%03d.yaml' "$FCTUNE_SWEEP" "$SLURM_ARRAY_TASK_ID"
 [ -n "${CONFIG:-}${MODEL_SIZE:-}" ] || CONFIG=configs/llama3_1_8b_lora.yaml
 export CONFIG=${CONFIG:-}
+export EXPECT_INFINIBAND=${EXPECT_INFINIBAND:-1} # nodes that would communicate over TCP are a fault
 export FCTUNE_SHARED=${FCTUNE_SHARED:-$HOME/fctune} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/tmp/fctune-$SLURM_JOB_ID}
 
 # Load the modules of FCTUNE_MODULES, which srun passes on to all nodes. Their functions may use unset variables.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fctune.base.errors import ConfigError
-from fctune.config.intervals import format_count, parse_interval, parse_share
+from fctune.config.intervals import format_count, parse_interval, parse_interval_or_auto, parse_share
 from fctune.config.loading import load_config
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import LRSchedulerConfig
@@ -45,6 +45,16 @@ def test_what_is_no_interval_is_refused(value: int | str) -> None:
         parse_interval(value)
 
 
+def test_auto_is_at_most_a_third_of_the_run() -> None:
+    assert parse_interval_or_auto("auto").in_steps(300) == 100
+    assert parse_interval_or_auto("auto").in_steps(2) == 1
+    assert parse_interval_or_auto("5%").in_steps(100) == 5
+    with pytest.raises(ConfigError, match=r"checkpoint\.elastic_every=often: expected .* or auto"):
+        load_config(CONFIG, ["checkpoint.elastic_every=often"])
+    with pytest.raises(ConfigError, match=r"checkpoint\.every=auto: expected"):
+        load_config(CONFIG, ["checkpoint.every=auto"])
+
+
 @pytest.mark.parametrize(("value", "share"), [("10%", 0.1), (0.1, 0.1), ("0.1", 0.1), (0, 0.0), ("100%", 1.0)])
 def test_a_share_may_be_written_in_percent(value: float | str, share: float) -> None:
     assert parse_share(value) == pytest.approx(share)
@@ -64,6 +74,7 @@ def test_a_share_of_the_run_warms_up_whatever_its_length() -> None:
 
 
 GOOD = ["global_batch_size=64", "lr_scheduler.warmup=3%", "validation.every=10%"]
+NO_ELASTIC = ["checkpoint.elastic_every=0"]
 GOOD_LENGTH = RunLength(300, packs=6400, step_s=10.0)
 
 
@@ -81,9 +92,9 @@ def test_a_run_that_suits_its_data_has_no_warning() -> None:
     [
         (RunLength(84, 4000, 13.0), ["lr_scheduler.warmup=100"], "the learning rate never reaches optimizer.lr"),
         (RunLength(84, 4000, 13.0), ["lr_scheduler.warmup=50"], "is below optimizer.lr for most of them"),
-        (RunLength(84, 4000, 13.0), ["checkpoint.every=500"], "nothing is saved before its end"),
-        (RunLength(84, 4000), ["checkpoint.every=500"], "nothing is saved before its end"),
-        (GOOD_LENGTH, ["checkpoint.every=0", "checkpoint.elastic_every=0"], "nothing is saved before its end"),
+        (RunLength(84, 4000, 13.0), [*NO_ELASTIC, "checkpoint.every=500"], "nothing is saved before its end"),
+        (RunLength(84, 4000), [*NO_ELASTIC, "checkpoint.every=500"], "nothing is saved before its end"),
+        (GOOD_LENGTH, [*NO_ELASTIC, "checkpoint.every=0"], "nothing is saved before its end"),
         (RunLength(300, 6400, 10.0, save_s=900.0), [], "a save takes 15 min, so training would wait"),
         (GOOD_LENGTH, ["validation.every=400"], "validation loss is measured only at its end"),
         (GOOD_LENGTH, ["validation.every=0"], "validation loss is never measured"),

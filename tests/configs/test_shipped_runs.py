@@ -36,9 +36,9 @@ def test_a_config_logs_evaluates_and_judges_its_run(name: str) -> None:
     assert success is not None
     assert success.trainable_parameters == CASES[name].num_trained
     assert (success.min_accuracy, success.min_gpu_utilization) == (0.85, 0.85)
-    assert success.max_final_loss is None, "the default of the kind of training"
+    assert success.max_final_loss is None, "it depends on the data"
     assert success.max_memory_share is not None
-    assert success.min_tokens_per_s_per_gpu is not None
+    assert (success.min_planned_speed, success.min_tokens_per_s_per_gpu) == (0.7, None)
     exported_gb = 2 * CASES[name].num_parameters / 1e9  # bfloat16
     assert success.max_model_gb is not None
     assert exported_gb < success.max_model_gb < 1.25 * exported_gb

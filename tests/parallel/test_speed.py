@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.kernels import ROWS, Row, count_block, estimate
 from benchmarks.planner import FusedNorm, compare_speeds, read_gpu_results
+from fctune.apps.plan.plan import make_plan
+from fctune.apps.plan.request import PlanRequest
 from fctune.base.gpus import find_gpu
+from fctune.config.loading import load_config
 from fctune.models.architecture import Architecture
 from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import materialize_
@@ -25,6 +29,7 @@ from fctune.models.run_config import load_run_config
 from fctune.models.sources import build_model, read_architecture
 from fctune.models.torchtune import layers
 from fctune.parallel.memory import Setting
+from fctune.parallel.search import plan_speed
 from fctune.parallel.speed import (
     MEASURED_RANGE,
     BytesMoved,
@@ -251,3 +256,16 @@ def test_compiled_blocks_move_less_than_eager_ones(make_model: Callable[..., Pat
     for changes in ({}, {"adapter": {"rank": 4}}, {"adapter": {"rank": 4, "dropout": 0.1, "dora": True}}):
         assert moved(compile=True, **changes) < moved(**changes)
     assert moved(compile=True) < moved(compile=True, adapter={"rank": 4})
+
+
+def test_the_speed_that_a_run_is_judged_by_is_the_plans(tmp_path: Path) -> None:
+    public = json.loads((ROOT / "fctune" / "models" / "public_configs.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(public["meta-llama/Llama-3.1-8B"]))
+    config = load_config(ROOT / "configs" / "llama3_1_8b_lora.yaml", [f"model.path={tmp_path}"])
+    request = PlanRequest(find_gpu("h100"), nodes=2)
+    plan = make_plan(config, request)
+    speed = plan_speed(config, tmp_path, request.gpu, 2, 8)
+    rows, step_s = plan.search.packs * plan.search.slots_per_pack, plan.estimate.step_s
+    assert speed == pytest.approx(rows / step_s / 16)
+    tiny = load_config(ROOT / "configs" / "tiny_lora.yaml", [f"model.path={ROOT / 'fctune' / 'assets' / 'tiny_base'}"])
+    assert plan_speed(tiny, ROOT / "fctune" / "assets" / "tiny_base", request.gpu, 1, 1) is None

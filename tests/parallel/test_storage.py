@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fctune.checkpoint.store import CheckpointStore, Kind
-from fctune.parallel.storage import Storage, optimal_save_interval, plan_storage
+from fctune.parallel.storage import Storage, count_elastic_steps, optimal_save_interval, plan_storage
 from tests.parallel.sample_plans import LLAMA, make_config, make_memory
 
 
@@ -67,6 +67,15 @@ def test_training_waits_for_the_copy_of_its_own_shard() -> None:
     assert full.stall_s == full.checkpoint_bytes / 25e9
     assert eighth.stall_s == pytest.approx(full.stall_s / 8)
     assert full.best_interval_s == pytest.approx(8**0.5 * eighth.best_interval_s, rel=0.01)
+
+
+def test_auto_saves_by_the_interval_that_loses_the_least_time_and_at_each_third_of_a_short_run() -> None:
+    assert count_elastic_steps("auto", 3000, 2.0, 1350.0) == 675
+    assert count_elastic_steps("auto", 300, 2.0, 1350.0) == 100
+    assert count_elastic_steps("auto", 300, None, 1350.0) == 100
+    assert count_elastic_steps("auto", None, 2.0, 1350.0) == 675
+    assert count_elastic_steps("2h", 300, 2.0, 1350.0) == 3600
+    assert count_elastic_steps(0, 300, 2.0, 1350.0) == 0
 
 
 def test_the_save_interval_follows_young_and_daly() -> None:

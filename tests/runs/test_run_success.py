@@ -31,7 +31,7 @@ def test_figures_are_compared_with_the_thresholds(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", 100, code=None)
     write_steps(directory, 101, 101, eval_accuracy=0.86, eval_accuracy_low=0.8, eval_accuracy_high=0.9)
     directory.finish(0, "completed", 101)
-    judged = judge(tmp_path / "run")
+    judged = judge(tmp_path / "run", SuccessConfig(max_final_loss=1.5, min_tokens_per_s_per_gpu=2000))
     accuracy = judged["tool-call accuracy while training, step 101 >= 85.0%"]
     assert (accuracy.status, accuracy.value, accuracy.detail) == ("PASS", 0.86, "86.0%")
     assert judged["loss, mean of the last 20 steps < 1.5"].status == "PASS"
@@ -97,11 +97,22 @@ def test_the_size_of_the_exported_model_is_limited(tmp_path: Path) -> None:
         assert judge(tmp_path / "run")[name].status == status
 
 
-def test_the_loss_threshold_is_lower_for_full_training(tmp_path: Path) -> None:
-    for name, adapter in (("lora", AdapterConfig()), ("full", None)):
-        make_run(tmp_path / name, 90, scale=1.5, adapter=adapter)
-    assert judge(tmp_path / "lora")["loss, mean of the last 20 steps < 1.5"].status == "PASS"
-    assert judge(tmp_path / "full")["loss, mean of the last 20 steps < 0.5"].status == "FAIL"
+def test_the_final_loss_is_judged_only_against_a_given_threshold(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 90, scale=1.5)
+    assert not [name for name in judge(tmp_path / "run") if name.startswith("loss, mean")]
+    make_run(tmp_path / "given", 90, scale=1.5, success=SuccessConfig(max_final_loss=0.5))
+    assert judge(tmp_path / "given")["loss, mean of the last 20 steps < 0.5"].status == "FAIL"
+
+
+def test_the_speed_is_judged_by_that_of_the_plan(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", 50)
+    criterion = judge(tmp_path / "run")["tokens/s per GPU, of the planned >= 70.0%"]
+    assert (criterion.status, criterion.detail) == ("not measured", "the plan knows no speed for this model and GPU")
+    speed = describe_run(read_run(tmp_path / "run")).tokens_per_s_per_rank
+    assert speed is not None
+    for planned, status in ((speed / 0.69, "FAIL"), (speed / 0.71, "PASS")):
+        change_run(directory, planned_tokens_per_s_per_gpu=planned)
+        assert judge(tmp_path / "run")[f"tokens/s per GPU, of the planned {planned:,.0f} >= 70.0%"].status == status
 
 
 def test_thresholds_come_from_the_config_and_null_disables_one(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
+from kubeflow_trainer_api import models
+from kubernetes_validate import validate
 
 from fctune.base.exit_codes import EXIT_CODES, RESTARTED
 from tests.conftest import ROOT
@@ -14,6 +18,8 @@ from tests.sky.task_files import SKY, load
 
 JOBSET = load(SKY / "k8s" / "train-jobset.yaml")
 RUNTIME, TRAIN_JOB = yaml.safe_load_all((SKY / "k8s" / "trainer.yaml").read_text())
+QUEUE = list(yaml.safe_load_all((SKY / "k8s" / "kueue.yaml").read_text()))
+GPU_NODES = ROOT / "infra" / "nebius" / "kubernetes" / "main.tf"
 SPECS = {"JobSet": JOBSET["spec"], "ClusterTrainingRuntime": RUNTIME["spec"]["template"]["spec"]}
 
 
@@ -124,9 +130,40 @@ def test_the_trainers_runtime_starts_the_same_pods() -> None:
     assert f"{reference['apiGroup']}/v1alpha1" == RUNTIME["apiVersion"] == TRAIN_JOB["apiVersion"]
 
 
-@pytest.mark.parametrize("manifest", [JOBSET, TRAIN_JOB], ids=lambda manifest: manifest["kind"])
-def test_kueue_queues_it(manifest: dict[str, Any]) -> None:
-    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+@pytest.mark.parametrize("manifest", QUEUE, ids=lambda manifest: manifest["kind"])
+def test_kueues_api_accepts_the_queue(manifest: dict[str, Any]) -> None:
+    schema = json.loads((ROOT / "tests" / "sky" / "schemas" / "kueue.json").read_text())
+    Draft202012Validator.check_schema(schema)
+    assert [error.message for error in Draft202012Validator(schema).iter_errors(manifest)] == []
+
+
+def test_the_parts_of_the_queue_refer_to_each_other() -> None:
+    topology, flavor, cluster_queue, local_queue = QUEUE
+    (group,) = cluster_queue["spec"]["resourceGroups"]
+    (quota,) = group["flavors"]
+    assert flavor["spec"]["topologyName"] == topology["metadata"]["name"]
+    assert quota["name"] == flavor["metadata"]["name"]
+    assert [one["name"] for one in quota["resources"]] == group["coveredResources"], "Kueue wants the same order"
+    assert local_queue["spec"]["clusterQueue"] == cluster_queue["metadata"]["name"]
+    levels = [level["nodeLabel"] for level in topology["spec"]["levels"]]
+    assert set(flavor["spec"]["nodeLabels"]) <= set(levels)
+    assert levels[-1] == "kubernetes.io/hostname", "it may only be the lowest level"
+    labels = re.findall(r'labels = \{ "(fctune/role)" = "(\w+)" \}', GPU_NODES.read_text())
+    assert flavor["spec"]["nodeLabels"].items() <= set(labels), "Terraform gives the nodes this label"
+
+
+@pytest.mark.parametrize(
+    ("manifest", "spec"), [(JOBSET, SPECS["JobSet"]), (TRAIN_JOB, SPECS["ClusterTrainingRuntime"])], ids=SPECS
+)
+def test_kueue_queues_the_pods_together_within_the_quota(manifest: dict[str, Any], spec: dict[str, Any]) -> None:
+    topology, _, cluster_queue, local_queue = QUEUE
+    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == local_queue["metadata"]["name"]
+    level = job_of(spec)["template"]["metadata"]["annotations"]["kueue.x-k8s.io/podset-required-topology"]
+    assert level == topology["spec"]["levels"][0]["nodeLabel"]
+    quota = cluster_queue["spec"]["resourceGroups"][0]["flavors"][0]["resources"]
+    given = {one["name"]: int(str(one["nominalQuota"]).removesuffix("Gi")) for one in quota}
+    requests = container_of(spec)["resources"]["requests"]
+    assert given == {name: 2 * int(value.removesuffix("Gi")) for name, value in requests.items()}, "two pods"
 
 
 @pytest.mark.parametrize(
@@ -139,14 +176,12 @@ def test_kueue_queues_it(manifest: dict[str, Any]) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_api_has_every_field_with_its_type(manifest: dict[str, Any], model: str) -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="make setup installs it")
     # An unknown field would be missing from what the model holds.
     assert getattr(models, model).from_dict(manifest).to_dict() == manifest
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_kubernetes_accepts_the_job_that_the_controller_creates(spec: dict[str, Any]) -> None:
-    validate = pytest.importorskip("kubernetes_validate").validate
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "fctune-train-node-0"}, "spec": job_of(spec)}
     for version in ("1.36", "1.37"):
         validate(job, version, strict=True)

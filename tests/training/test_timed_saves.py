@@ -10,18 +10,44 @@ from pathlib import Path
 from typing import Any
 
 from fctune.base.distributed import World
+from fctune.checkpoint.state import RunTimers
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import arguments_for, run_on_rank
 
 
-def run_with_own_clock(world: World, argv: list[str]) -> dict[str, Any]:
-    """Run the recipe where rank 0's clock takes a second from step to step, and rank 1's an hour."""
+def run_with_own_clock(world: World, argv: list[str], step_s: float = 1.0) -> dict[str, Any]:
+    """Run the recipe where rank 0's clock takes ``step_s`` from step to step, and rank 1's an hour."""
     from fctune.training import loop, step
 
-    ticks = itertools.count(100.0, 1.0 if world.rank == 0 else 3600.0)
+    ticks = itertools.count(100.0, step_s if world.rank == 0 else 3600.0)
     clock = types.SimpleNamespace(monotonic=lambda: next(ticks), perf_counter=time.perf_counter)
     loop.time = step.time = clock  # type: ignore[assignment]
     return run_on_rank(world, argv)
+
+
+def find_due_steps(num_steps: int, step_s: float, every_s: float) -> list[int]:
+    timers, due = RunTimers(), []
+    timers.start(num_steps, 0.0)
+    for step in range(1, num_steps):
+        timers.advance(step * step_s)
+        if timers.is_due_by_either("save", every_s, num_steps // 3, step, 60.0):
+            due.append(step)
+    return due
+
+
+def test_a_save_is_due_by_its_time_or_at_a_third_of_the_run_but_not_within_a_minute() -> None:
+    assert find_due_steps(300, 2.0, 1350.0) == [100, 200]
+    assert find_due_steps(300, 10.0, 650.0) == [65, 100, 165, 200, 265]
+    assert find_due_steps(300, 0.1, 1350.0) == []
+
+
+def test_elastic_checkpoints_of_auto_come_by_the_clock_of_rank_0(tmp_path: Path) -> None:
+    """A tiny model's interval is the least one, a minute."""
+    options = ["checkpoint.every=0", "checkpoint.keep_last=9", "global_batch_size=2", "micro_batch_size=1"]
+    results = run_ranks(run_with_own_clock, 2, arguments_for(tmp_path, *options, "epochs=9", "max_steps=7"), 25.0)
+    assert [result["code"] for result in results] == [0, 0], results
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("elastic-checkpoint-*"))
+    assert saved == ["elastic-checkpoint-3", "elastic-checkpoint-6", "elastic-checkpoint-7"]
 
 
 def read_run(run: Path) -> tuple[list[int], list[int]]:

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 
 from fctune.base.errors import ConfigProblems
 from fctune.base.gpus import Gpu
+from fctune.parallel.storage import FAILURES_PER_GPU_DAY
 from fctune.runs.prices import NETWORK_GIB, Prices
 
 # Gigabytes per second from the hub and the registry to a node. An assumption; ``--download-gb-s``.
 DOWNLOAD_GB_S = 0.25
-
-# Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100s (https://arxiv.org/abs/2407.21783).
-FAILURES_PER_GPU_DAY = 419 / 54 / 16_384
 
 
 @dataclass(frozen=True, slots=True)

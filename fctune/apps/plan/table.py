@@ -9,14 +9,13 @@ from rich.table import Table
 
 from fctune.apps.plan.estimate import IMAGE_GB, PREPARED_TOKENS_S, RolloutPlan
 from fctune.apps.plan.plan import MAX_EXTRA_COST, WORTHWHILE_SPEEDUP, Plan, ScalingPoint
-from fctune.apps.plan.request import FAILURES_PER_GPU_DAY
 from fctune.base.terminal import print_full_width
-from fctune.config.intervals import format_count, format_duration, parse_interval
+from fctune.config.intervals import AUTO, format_count, format_duration, parse_interval
 from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
 from fctune.parallel.memory import Setting
 from fctune.parallel.search import Variant, format_overrides, list_overrides
 from fctune.parallel.speed import MEASURED_RANGE
-from fctune.parallel.storage import MAX_LOST_SHARE
+from fctune.parallel.storage import FAILURES_PER_GPU_DAY, MAX_LOST_SHARE, count_elastic_steps
 from fctune.runs.prices import Cost
 
 
@@ -258,6 +257,9 @@ def _print_storage(console: Console, plan: Plan) -> None:
             f"min loses the least time, {storage.lost_share:.2%} (Young, Daly): checkpoint.every={steps}; "
             f"the config has {plan.config.checkpoint.every}",
         )
+        if plan.config.checkpoint.elastic_every == AUTO and plan.num_steps is not None:
+            every = count_elastic_steps(AUTO, plan.num_steps, plan.estimate.step_s, interval_s)
+            _say(console, f"elastic checkpoints: every {every:,} steps, this interval or a third of the run")
     if storage.lost_share > MAX_LOST_SHARE:
         _say(
             console,

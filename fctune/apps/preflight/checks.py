@@ -26,7 +26,7 @@ from fctune.data.data_size import find_run_length
 from fctune.models.planned_model import find_architecture, shape_model
 from fctune.parallel.memory import MemoryModel
 from fctune.parallel.storage import plan_storage
-from fctune.runs.device import read_device
+from fctune.runs.device import DeviceHealth, read_device, read_health
 from fctune.runs.directory import installed_versions
 from fctune.runs.leftovers import count_bytes
 
@@ -41,8 +41,6 @@ _MIN_DRIVERS = {12: 525, 13: 580}
 
 _CACHE_BYTES = 5 * _GIB  # kernels compiled by Triton and Inductor during a run
 _SHM_BYTES = 1 * _GIB  # minimum shared memory for NCCL and data workers
-
-_INFINIBAND = Path("/sys/class/infiniband")
 
 _PROBE_S = 45.0  # limit for kernels on all GPUs; other nodes wait a minute for this one
 # Runs kernels of torch and of cuBLAS on one GPU after the other; prints "ok", or what failed, for each.
@@ -178,6 +176,18 @@ def check_devices(num_gpus: int) -> list[Problem]:
     if visible < num_gpus:
         remedy = "Run nvidia-smi on this node: check the driver, lost GPUs and CUDA_VISIBLE_DEVICES"
         return [Problem(f"only {visible} of {num_gpus} GPUs are visible", remedy)]
+    problems = _check_readings(num_gpus)
+    shm = shutil.disk_usage("/dev/shm")
+    if shm.total < _SHM_BYTES:
+        message = f"/dev/shm: {shm.total / 2**20:.0f} MiB, but NCCL needs {_SHM_BYTES / _GIB:.0f} GiB"
+        problems.append(Problem(message, "Mount a memory-backed emptyDir there, or use docker run --shm-size=16g"))
+    return [*problems, *_check_kernels(num_gpus)]  # last: its kernels would make the GPUs look busy
+
+
+def _check_readings(num_gpus: int) -> list[Problem]:
+    """Check what NVML reports of each GPU: its load, its memory errors and its NVLinks."""
+    problems = []
+    links: dict[int, DeviceHealth] = {}
     for index in range(num_gpus):
         reading = read_device(index)
         if reading is None:
@@ -191,11 +201,35 @@ def check_devices(num_gpus: int) -> list[Problem]:
         if reading.ecc_errors:
             message = f"GPU {index}: {reading.ecc_errors} uncorrected memory errors since its driver was loaded"
             problems.append(Problem(message, f"Drain the node and reset the GPU: nvidia-smi -q -d ECC -i {index}"))
-    shm = shutil.disk_usage("/dev/shm")
-    if shm.total < _SHM_BYTES:
-        message = f"/dev/shm: {shm.total / 2**20:.0f} MiB, but NCCL needs {_SHM_BYTES / _GIB:.0f} GiB"
-        problems.append(Problem(message, "Mount a memory-backed emptyDir there, or use docker run --shm-size=16g"))
-    return [*problems, *_check_kernels(num_gpus)]  # last: its kernels would make the GPUs look busy
+        health = read_health(index)
+        if health is None:
+            continue
+        links[index] = health
+        if health.has_remap_failed:
+            message = f"GPU {index}: a defective row of memory could not be remapped, because no spare row is left"
+            remedy = f"Drain the node and replace the GPU: nvidia-smi -q -d ROW_REMAPPER -i {index}"
+            problems.append(Problem(message, remedy))
+        elif health.is_remap_pending:
+            message = f"GPU {index}: defective rows of memory wait for a reset of the GPU to be remapped"
+            problems.append(Problem(message, f"Drain the node and reset the GPU: nvidia-smi -r -i {index}"))
+    return problems + _check_nvlinks(links)
+
+
+def _check_nvlinks(health: Mapping[int, DeviceHealth]) -> list[Problem]:
+    """Compare the active NVLinks of a node's GPUs: one with fewer than another is a fault.
+
+    A GPU may have more links than its machine connects, so links that are inactive on all GPUs are only a note.
+    """
+    most = max((one.num_active_links for one in health.values()), default=0)
+    problems = []
+    for index, one in health.items():
+        message = f"GPU {index}: {one.num_active_links} of {one.num_links} NVLinks are active"
+        remedy = f"Drain the node; nvidia-smi nvlink -s -i {index} lists the links, dmesg has their errors (Xid 74)"
+        if one.num_active_links < most:
+            problems.append(Problem(f"{message}, but {most} on another GPU of this node", remedy))
+        elif 0 < most < one.num_links:
+            problems.append(Problem(message, f"nvidia-smi nvlink -s -i {index} lists them", "note"))
+    return problems
 
 
 def _check_driver() -> list[Problem]:
@@ -234,26 +268,6 @@ def _check_kernels(num_gpus: int) -> list[Problem]:
         for index, result in enumerate(results)
         if result != "ok"
     ]
-
-
-def check_network(num_nodes: int, num_gpus: int, environment: Mapping[str, str]) -> list[Problem]:
-    """Check that NCCL will use InfiniBand; its absence is only a note, because training works without it, slowly."""
-    if num_nodes == 1 or num_gpus == 0:
-        return []
-    if environment.get("NCCL_IB_DISABLE") == "1":
-        return [Problem("NCCL_IB_DISABLE=1 disables InfiniBand", "Unset it if the nodes have InfiniBand", "note")]
-    adapters = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
-    if environment.get("NCCL_IB_HCA"):
-        if adapters:
-            return []
-        message = f"NCCL_IB_HCA={environment['NCCL_IB_HCA']}, but this node has no InfiniBand adapter"
-        return [Problem(message, "Check that the pod has /dev/infiniband and the node an adapter: ibv_devinfo")]
-    if adapters:
-        message = f"NCCL_IB_HCA is not set; NCCL will choose among {', '.join(adapters)}"
-        return [Problem(message, "Set NCCL_DEBUG=INFO to see its choice", "note")]
-    message = "NCCL_IB_HCA is not set and this node has no InfiniBand adapter, so nodes communicate over TCP"
-    remedy = "network_tier: best requests one; Kubernetes nodes must carry the cloud's labels for it"
-    return [Problem(message, remedy, "note")]
 
 
 def check_interface(num_nodes: int, head: str) -> list[Problem]:

@@ -6,11 +6,14 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.preflight import checks
+import torch
+
+from fctune.apps.preflight import checks, links
+from fctune.apps.preflight.all_reduce import Measured, measure_all_reduce
 from fctune.apps.preflight.checks import Mounts, Problem
 from fctune.apps.preflight.downloads import download
 from fctune.apps.preflight.preparation import check_prepared, find_pinned_config
@@ -49,9 +52,9 @@ def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, La
         show: Receives each output line.
 
     Returns:
-        The exit code, the launch specification if that is 0, and the ranks of the nodes whose GPUs failed. The code is
-        NODE_FAULT for these and for nodes that do not answer. Other faults are FAILED, because they may be those of the
-        cluster, and a wrong request is INVALID.
+        The exit code, the launch specification if that is 0, and the ranks of the nodes whose GPUs or links failed.
+        The code is NODE_FAULT for these, for nodes that do not answer, and for an all_reduce over all nodes that fails.
+        Other faults are FAILED, because they may be those of the cluster, and a wrong request is INVALID.
     """
     problems: list[Problem] = []
     unfit: list[int] = []
@@ -59,16 +62,27 @@ def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, La
         rendezvous = Rendezvous(node)
         device_problems = checks.check_devices(request.num_gpus)
         launch, problems = _check_node(node, request, device_problems)
-        nodes = rendezvous.gather("node", checks.describe_node())
+        ports = links.describe_ports(request.environment) if request.num_gpus else {}
+        nodes = rendezvous.gather("node", checks.describe_node() | {"ports": ports})
+        port_problems = links.compare_ports(node.rank, [other["ports"] for other in nodes])
+        problems += port_problems
         problems += _check_shared(rendezvous, request.mounts.shared)
         problems += _check_clock(rendezvous, request.clock)
         if node.is_head:
             problems += compare_nodes(nodes)
         severities = rendezvous.gather("severities", [problem.severity for problem in problems])
-        code = _report(node, problems, [other["host"] for other in nodes], severities, show)
-        has_bad_gpu = rendezvous.gather("gpus", any(problem.severity == "fault" for problem in device_problems))
-        if unfit := find_faulty_nodes(severities, has_bad_gpu):
+        hosts = [other["host"] for other in nodes]
+        code = _report(node, problems, hosts, severities, show)
+        hardware_problems = [*device_problems, *port_problems]
+        has_bad_hardware = rendezvous.gather("hardware", any(one.severity == "fault" for one in hardware_problems))
+        if unfit := find_faulty_nodes(severities, has_bad_hardware):
             code = NODE_FAULT
+        bandwidths = ""
+        if code == 0 and request.num_gpus * node.count > 1:
+            code, unfit, bandwidths = _check_all_reduce(rendezvous, request, hosts, show)
+        if code == 0 and node.is_head:
+            fit = f"preflight: {format_count(node.count, 'node is', 'nodes are')} fit ({', '.join(hosts)})"
+            show(f"{fit}; {bandwidths}" if bandwidths else fit)
         if code == 0 and launch is not None:
             launch = _download_and_pin(rendezvous, launch, show)
         rendezvous.close()
@@ -100,13 +114,13 @@ def compare_nodes(nodes: Sequence[dict[str, Any]]) -> list[Problem]:
     return problems
 
 
-def find_faulty_nodes(severities: Sequence[Sequence[str]], has_bad_gpu: Sequence[bool]) -> list[int]:
-    """Return the nodes to exclude from the next start: those whose GPUs failed, if nothing else stops the launch.
+def find_faulty_nodes(severities: Sequence[Sequence[str]], has_bad_hardware: Sequence[bool]) -> list[int]:
+    """Return the nodes to exclude from the next start: those whose hardware failed, if nothing else stops the launch.
 
     Empty if all nodes have the same trouble, such as a wrong driver, since then other nodes would have it too.
     """
     stopped = [rank for rank, of_node in enumerate(severities) if set(of_node) - {"note"}]
-    faulty = [rank for rank, is_bad in enumerate(has_bad_gpu) if is_bad]
+    faulty = [rank for rank, is_bad in enumerate(has_bad_hardware) if is_bad]
     return faulty if faulty == stopped and len(faulty) < len(severities) else []
 
 
@@ -118,7 +132,7 @@ def _check_node(
     problems = [
         *mount_problems,
         *device_problems,
-        *checks.check_network(node.count, request.num_gpus, environment),
+        *links.check_network(node.count, request.num_gpus, environment),
         *checks.check_interface(node.count, node.address),
     ]
     try:
@@ -130,6 +144,23 @@ def _check_node(
         if request.num_gpus:
             problems += check_prepared(launch, node.count * request.num_gpus, environment)
     return launch, problems
+
+
+def _check_all_reduce(
+    rendezvous: Rendezvous, request: Request, hosts: Sequence[str], show: ShowLine
+) -> tuple[int, list[int], str]:
+    """Let the GPUs of all nodes run an all_reduce; return the exit code, the nodes to exclude, and the bandwidths."""
+    node = rendezvous.node
+    measured = measure_all_reduce(node, request.num_gpus)
+    nodes = [Measured(**one) for one in rendezvous.gather("all_reduce", asdict(measured))]
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    problems = links.judge_all_reduce(node.rank, nodes, request.num_gpus, gpu, request.environment)
+    severities = rendezvous.gather("all_reduce judged", [problem.severity for problem in problems])
+    code = _report(node, problems, hosts, severities, show)
+    unfit = find_faulty_nodes(severities, ["fault" in of_node for of_node in severities])
+    if unfit or any(one.failed == "all" for one in nodes):  # a network that fails may answer at the next start
+        code = NODE_FAULT
+    return code, unfit, links.describe_all_reduce(nodes)
 
 
 def _check_shared(rendezvous: Rendezvous, shared: Path) -> list[Problem]:
@@ -179,9 +210,7 @@ def _report(
         show(f"{own}: {'note' if problem.severity == 'note' else 'fault'}: {problem}")
     unfit = [rank for rank, of_node in enumerate(severities) if set(of_node) - {"note"}]
     if not unfit:
-        if node.is_head:
-            show(f"preflight: {format_count(len(hosts), 'node is', 'nodes are')} fit ({', '.join(hosts)})")
-        return 0
+        return DONE
     if node.rank not in unfit:
         show(f"{own}: stopped: node {', '.join(map(str, unfit))} reported a fault")
     return FAILED if any("fault" in of_node for of_node in severities) else INVALID

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,12 +15,16 @@ from fctune.base.distributed import World
 from fctune.checkpoint.saver import Guard, Saver, SaveResult, no_guard
 from fctune.checkpoint.state import Checkpointer
 from fctune.checkpoint.store import Checkpoint, CheckpointStore, Kind
+from fctune.config.intervals import AUTO, parse_interval_or_auto
 from fctune.config.schema import CheckpointConfig
 from fctune.training.callbacks.base import Callback
 
 logger = logging.getLogger("fctune")
 
 GRACE_S = 30.0  # torchrun kills its workers this long after SIGTERM
+
+# Least time between elastic checkpoints at an interval of ``auto``; a failure loses less than a restart takes.
+AUTO_PAUSE_S = 60.0
 
 _RETRY_S = 30.0  # of training time, after a failed save
 _PAUSE_S = 10.0  # between attempts to write the end of a run
@@ -78,6 +83,7 @@ class CheckpointCallback(Callback):
         world: This rank.
         fallback: Publishes the last checkpoint if ``store`` cannot; None: there is no other disk.
         guard: Ends the process if a save hangs.
+        elastic_s: Seconds between elastic checkpoints if their interval is ``auto``.
     """
 
     def __init__(
@@ -88,7 +94,9 @@ class CheckpointCallback(Callback):
         world: World,
         fallback: CheckpointStore | None = None,
         guard: Guard = no_guard,
+        elastic_s: float = math.inf,
     ):
+        self._elastic_s = elastic_s
         self.config, self.checkpointer, self.store, self.world = config, checkpointer, store, world
         self.fallback = fallback
         self.saver = Saver(store, world, config.async_save, guard)
@@ -128,7 +136,7 @@ class CheckpointCallback(Callback):
             self.save("elastic", step)
             self._link(self._conclude(), "best")
         if not is_last:  # ``finish`` saves the last step
-            if timers.is_due("elastic checkpoint", self.config.elastic_every, step):
+            if self._is_elastic_due(step):
                 self.save("elastic", step)
             if timers.is_due("checkpoint", self.config.every, step):
                 self.save("sharded", step)
@@ -138,6 +146,13 @@ class CheckpointCallback(Callback):
                 self._give_up(step, self._failed)
         self._warn_of_grace()
         return False
+
+    def _is_elastic_due(self, step: int) -> bool:
+        timers, action = self.checkpointer.state.timers, "elastic checkpoint"
+        if self.config.elastic_every != AUTO:
+            return timers.is_due(action, self.config.elastic_every, step)
+        third = parse_interval_or_auto(AUTO).in_steps(timers.num_steps) or 1
+        return timers.is_due_by_either(action, self._elastic_s, third, step, AUTO_PAUSE_S)
 
     def save(self, kind: Kind, step: int, store: CheckpointStore | None = None) -> None:
         """Start saving the state after ``step``, to ``store`` if given, unless it is saved already."""

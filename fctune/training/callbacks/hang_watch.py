@@ -6,11 +6,13 @@ import faulthandler
 import logging
 import os
 import statistics
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,13 @@ _MIN_LIMIT_S = 120.0
 _MIN_COMPILED_LIMIT_S = 600.0  # a block that must be compiled again, on a busy host
 _FIRST_LIMIT_S = 1800.0  # compilation and first allocations
 _REPORT_S = 8.0  # limit of each part of a report, whose disk or terminal may hang too
+
+# Ranks start a step together and take the same time for it, so they reach its limit within this share of it.
+_SPREAD, _MIN_SPREAD_S = 0.05, 5.0
+_IN_COLLECTIVE, _ELSEWHERE = "main thread: waits for other ranks", "main thread: elsewhere"
+# Where a rank waits for others, and where it reads its own data.
+_COLLECTIVES = ("/torch/distributed/", "/fctune/base/distributed.py")
+_OWN_WORK = ("/fctune/data/", "/fctune/training/prefetch.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +59,29 @@ class HangWatch(Callback):
     Args:
         folder: The run's directory.
         rank: Rank of this process.
-        on_hang: Called with the reason and the exit code before the process is ended.
+        on_hang: Called before the process is ended, with the reason, the exit code, and the ranks that hold up the
+            others, as far as they are known.
         timeout_s: Limit of a step; None derives it from earlier steps.
         is_compiled: Steps may compile blocks.
         write_timeout_s: Limit of a write in place of that which ``guard`` is given.
+        num_ranks: Ranks of the run, which share ``folder``.
     """
 
     def __init__(
         self,
         folder: Path,
         rank: int,
-        on_hang: Callable[[str, int], None],
+        on_hang: Callable[[str, int, list[int]], None],
         timeout_s: float | None = None,
         is_compiled: bool = False,
         write_timeout_s: float | None = None,
+        num_ranks: int = 1,
     ):
         self.file = folder / "stacks" / f"rank-{rank}.txt"
-        self._rank, self._on_hang = rank, on_hang
+        with suppress(OSError):
+            self.file.unlink(missing_ok=True)  # of an earlier launch, from which the other ranks would conclude
+        self._rank, self._num_ranks, self._on_hang = rank, num_ranks, on_hang
+        self._main_thread = threading.get_ident()
         self._timeout_s, self._write_timeout_s = timeout_s, write_timeout_s
         self._min_limit_s = _MIN_COMPILED_LIMIT_S if is_compiled else _MIN_LIMIT_S
         self._times: deque[float] = deque(maxlen=50)
@@ -123,7 +138,13 @@ class HangWatch(Callback):
         try:
             run_within(_REPORT_S, lambda: logger.error("rank %d: %s", self._rank, reason))
             run_within(_REPORT_S, lambda: self._write_stacks(reason))
-            run_within(_REPORT_S, lambda: self._on_hang(f"rank {self._rank}: {reason}", watched.code))
+            late: list[int] = []
+            if watched.code == NODE_FAULT and self._num_ranks > 1:
+                wait_s = max(_MIN_SPREAD_S, _SPREAD * watched.limit_s)
+                run_within(
+                    _REPORT_S + wait_s, lambda: late.extend(find_late_ranks(self.file.parent, self._num_ranks, wait_s))
+                )
+            run_within(_REPORT_S, lambda: self._on_hang(f"rank {self._rank}: {reason}", watched.code, late))
         finally:
             run_within(_REPORT_S, release_output)
             run_within(_REPORT_S, kill_launcher_later)
@@ -133,10 +154,41 @@ class HangWatch(Callback):
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.file, "w", encoding="utf-8") as file:
-                file.write(f"{reason}; stacks of all threads:\n\n")
+                file.write(f"{reason}; stacks of all threads:\n{self._describe_main_thread()}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             logger.error("%s: cannot be written (%s)", self.file, error.strerror)
         else:
             logger.error("rank %d: the stacks of all threads are in %s", self._rank, self.file)
+
+    def _describe_main_thread(self) -> str:
+        """Return one line that says whether the thread that trains waits for other ranks."""
+        frame = sys._current_frames().get(self._main_thread)
+        files = [summary.filename for summary in traceback.extract_stack(frame)] if frame is not None else []
+        if any(part in file for file in files for part in _COLLECTIVES):
+            return _IN_COLLECTIVE
+        # On a GPU, a rank also waits for others where it reads a result, so only these places are its own.
+        return _ELSEWHERE if any(part in file for file in files for part in _OWN_WORK) else _IN_COLLECTIVE
+
+
+def find_late_ranks(folder: Path, num_ranks: int, wait_s: float) -> list[int]:
+    """Return the ranks that hold up the others in a step, from the stacks that they write.
+
+    These are the ranks that write none, as processes or machines that are frozen or lost, and else those that are not
+    waiting for others. Empty if that is so of all ranks, or of none.
+
+    Args:
+        folder: The ranks' stacks.
+        num_ranks: Ranks of the run.
+        wait_s: Limit for the other ranks to write theirs.
+    """
+    deadline = time.monotonic() + wait_s
+    while missing := [rank for rank in range(num_ranks) if not (folder / f"rank-{rank}.txt").exists()]:
+        if time.monotonic() > deadline:
+            return missing if len(missing) < num_ranks else []
+        time.sleep(0.2)
+    time.sleep(0.2)  # the last one may still be writing
+    texts = [(folder / f"rank-{rank}.txt").read_text(encoding="utf-8", errors="replace") for rank in range(num_ranks)]
+    late = [rank for rank, text in enumerate(texts) if _ELSEWHERE in text.splitlines()[:2]]
+    return late if len(late) < num_ranks else []

@@ -177,6 +177,7 @@ def test_the_uncompiled_step_is_estimated_well_above_its_threshold(config: Accep
     assert limit is not None
     rate = estimate_rate(run, model_dir)
     assert rate > 1.2 * limit
+    assert config.thresholds["training_node_tokens_per_s"].fail == pytest.approx(0.7 * rate, rel=0.01)
     run.adapter.dropout = 0.1
     assert limit < estimate_rate(run, model_dir) < 9 / 10 * rate
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fctune.apps.preflight import checks
-from fctune.apps.preflight.checks import check_devices, check_network, estimate_disk_usage
+from fctune.apps.preflight.checks import check_devices, estimate_disk_usage
 from fctune.apps.preflight.preflight import find_faulty_nodes
 from fctune.apps.preflight.rendezvous import Node, Rendezvous, RendezvousError
 from fctune.config.loading import load_config
@@ -90,7 +90,7 @@ def test_each_fault_is_one_line_with_its_remedy_and_stops_all_nodes(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("severities", "has_bad_gpu", "faulty"),
+    ("severities", "has_bad_hardware", "faulty"),
     [
         ([[], ["fault"], ["note"]], [False, True, False], [1]),
         ([[], ["fault"]], [False, False], []),  # another fault, such as a disk that is not mounted
@@ -101,10 +101,10 @@ def test_each_fault_is_one_line_with_its_remedy_and_stops_all_nodes(tmp_path: Pa
         ([[], []], [False, False], []),
     ],
 )
-def test_a_node_is_faulty_if_only_its_gpus_stop_the_launch(
-    severities: list[list[str]], has_bad_gpu: list[bool], faulty: list[int]
+def test_a_node_is_faulty_if_only_its_hardware_stops_the_launch(
+    severities: list[list[str]], has_bad_hardware: list[bool], faulty: list[int]
 ) -> None:
-    assert find_faulty_nodes(severities, has_bad_gpu) == faulty
+    assert find_faulty_nodes(severities, has_bad_hardware) == faulty
 
 
 def test_the_node_whose_gpus_failed_is_named_on_all_nodes(tmp_path: Path) -> None:
@@ -192,19 +192,6 @@ def test_a_missing_wandb_key_is_reported_and_a_given_one_never_shown(tmp_path: P
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password k\n")
     (logged_in,) = run_nodes(tmp_path, wandb)
     assert logged_in.code == 0, logged_in.lines
-
-
-def test_missing_infiniband_is_only_a_note_unless_nccl_ib_hca_requires_it() -> None:
-    assert check_network(1, 8, {}) == []
-    assert check_network(2, 0, {}) == []
-    (note,) = check_network(2, 8, {"NCCL_IB_DISABLE": "1"})
-    assert note.severity == "note"
-    if not Path("/sys/class/infiniband").is_dir():
-        (note,) = check_network(2, 8, {})
-        assert note.severity == "note"
-        assert "NCCL_IB_HCA is not set" in note.message
-        (fault,) = check_network(2, 8, {"NCCL_IB_HCA": "mlx5"})
-        assert fault.severity == "fault"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fctune.apps.report.run_terminal import draw_sparkline, render_run
+from fctune.config.sections.success import SuccessConfig
 from fctune.runs.alerts import Alert
 from fctune.runs.record import RunRecord, read_run
 from fctune.runs.sinks import AlertMonitor
@@ -100,7 +101,7 @@ def test_alerts_incomplete_lines_and_criteria_are_shown(tmp_path: Path) -> None:
     for step in range(1, 8):
         monitor.alert(Alert("disk", step, 0.01, 0.05, f"[red]message {step}"))
     record = read_run(tmp_path / "run")
-    text = show(record, criteria=judge_run(record))
+    text = show(record, criteria=judge_run(record, SuccessConfig(min_tokens_per_s_per_gpu=2000)))
     assert "alert at step 7: disk: [red]message 7" in text
     assert "message 2" not in text
     assert "and 2 earlier alerts" in text
