@@ -35,7 +35,7 @@ COMMANDS = {
 
 # Replaces a run: exits with CODE, immediately or on a request to stop.
 RUN_NODE = """
-    env | grep -E '^(CONFIG|MODEL_SIZE|FCTUNE_|MASTER_ADDR|SEED)' > "$CALLS/environment"
+    env | grep -E '^(CONFIG|MODEL_SIZE|FCTUNE_|MASTER_ADDR|PREFLIGHT_WAIT_S|SEED)' > "$CALLS/environment"
     echo "$@" > "$CALLS/arguments"
     touch "$CALLS/started"
     until [ -z "$WAIT" ] || [ -f "$CALLS/usr1" ] || [ -f "$CALLS/end" ]; do sleep 0.05; done
@@ -181,6 +181,7 @@ def test_a_container_gets_the_volumes_and_the_heads_address(tmp_path: Path) -> N
     environment = dict(line.split("=", 1) for line in calls(tmp_path, "environment"))
     assert environment["FCTUNE_SHARED"] == "/mnt/shared"
     assert environment["MASTER_ADDR"] == "node-a"
+    assert int(environment["PREFLIGHT_WAIT_S"]) >= 600, "one node may import the image minutes after the other"
     (mounts,) = [call for call in calls(tmp_path, "srun") if call.startswith("--container-mounts=")]
     assert f"{tmp_path}/fctune:/mnt/shared" in mounts
     assert f"{tmp_path}/network:/mnt/network" in mounts
