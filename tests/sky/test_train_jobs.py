@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
+from kubeflow_trainer_api import models
+from kubernetes_validate import validate
 
 from fctune.base.exit_codes import EXIT_CODES, RESTARTED
 from tests.conftest import ROOT
@@ -139,14 +141,12 @@ def test_kueue_queues_it(manifest: dict[str, Any]) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_api_has_every_field_with_its_type(manifest: dict[str, Any], model: str) -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="make setup installs it")
     # An unknown field would be missing from what the model holds.
     assert getattr(models, model).from_dict(manifest).to_dict() == manifest
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_kubernetes_accepts_the_job_that_the_controller_creates(spec: dict[str, Any]) -> None:
-    validate = pytest.importorskip("kubernetes_validate").validate
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "fctune-train-node-0"}, "spec": job_of(spec)}
     for version in ("1.36", "1.37"):
         validate(job, version, strict=True)
