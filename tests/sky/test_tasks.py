@@ -86,6 +86,22 @@ def test_skypilot_accepts_every_task_volume_token_and_documented_command(skypilo
     assert found["tokens"] == ["x", "x"], "as a secret and as a variable"
 
 
+def test_the_documented_commands_fit_the_two_nodes_that_terraform_creates() -> None:
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    block = page.split("## Kubernetes with SkyPilot")[1].split("```")[1]
+    gpus: dict[str, int] = {}
+    launches = 0
+    for line in block.splitlines():
+        for name, path in re.findall(r"sky launch -c (\S+) (\S+)", line):
+            task = load(ROOT / path)
+            gpus[name] = task["num_nodes"] * int(task["resources"]["accelerators"].split(":")[1])
+            launches += 1
+            assert sum(gpus.values()) <= 16, line
+        for name in re.findall(r"sky down (\S+)", line):
+            del gpus[name]
+    assert launches >= 3
+
+
 @pytest.mark.parametrize("path", TASKS, ids=name_of)
 def test_a_task_mounts_only_defined_volumes_that_its_nodes_can_share(path: Path) -> None:
     task = load(path)
