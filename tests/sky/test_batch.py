@@ -224,6 +224,16 @@ def test_modules_are_loaded_before_the_run(name: str, tmp_path: Path) -> None:
     assert {"FCTUNE_CUDA=12.8", "FCTUNE_NCCL=1"} <= set(calls(tmp_path, "environment"))
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_task_for_each_gpu_is_refused_with_what_to_write(name: str, tmp_path: Path) -> None:
+    assert start(tmp_path, name, 0, False, SLURM_NTASKS="16").wait(30) == 2
+    said = (tmp_path / "train_41.err").read_text()
+    assert said.startswith("16 tasks on 2 nodes, but")
+    assert "Leave out --ntasks and --ntasks-per-node" in said
+    assert not calls(tmp_path, "srun")
+    assert start(tmp_path, name, 0, False, SLURM_NTASKS="2").wait(30) == 0
+
+
 def test_a_module_that_fails_to_load_stops_the_job(tmp_path: Path) -> None:
     write_script(tmp_path / "modules" / "init" / "bash", MODULES)
     more = {"MODULESHOME": str(tmp_path / "modules"), "FCTUNE_MODULES": "cuda/12.8 ncl"}
