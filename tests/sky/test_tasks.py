@@ -315,6 +315,25 @@ def test_the_image_is_pinned_and_runs_without_privileges() -> None:
     assert last.startswith("FROM $SOFTWARE AS run")
 
 
+def test_the_image_has_neither_tests_nor_their_tools() -> None:
+    stages: dict[str, str] = {}
+    for text in re.split(r"^(?=FROM )", (ROOT / "Dockerfile").read_text(), flags=re.M)[1:]:
+        stages[text.split()[3]] = text
+    with_tools = [name for name, text in stages.items() if "make setup" in text]
+    assert with_tools == ["test"]
+    assert not [name for name, text in stages.items() if text.startswith("FROM test ")]
+    copied = re.findall(r"^COPY --chown=\S+ (.+) \S+$", stages["base"], re.M)
+    assert not {"tests", "benchmarks", "docs", "."} & {name for names in copied for name in names.split()}
+    assert {"configs", "eval", "fctune", "recipes", "sky"} <= {*copied}, "what the scripts of sky/ use"
+    (extras,) = re.findall(r"'\.\[(.*)\]'", (ROOT / "Makefile").read_text().split("\nruntime:")[1].split("\n\n")[0])
+    assert set(extras.split(",")) == {"mcp", "sweep", "telemetry"}
+    steps = load(WORKFLOWS[0])["jobs"]["image"]["steps"]
+    targets = [
+        (step["with"]["target"], step["with"].get("push", False)) for step in steps if "target" in step.get("with", {})
+    ]
+    assert targets == [("test", False), ("run", True), ("sky", True)]
+
+
 def test_the_image_contains_no_secrets_or_build_outputs() -> None:
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     assert lines[0] == "*"
