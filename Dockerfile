@@ -1,9 +1,10 @@
-# The project, installed for CUDA machines, including its tests.
+# The project, installed for CUDA machines.
 #
 #   docker build --tag fctune .                                  # for docker, Slurm or a Kubernetes Job
 #   docker build --target sky --tag fctune:sky .                 # for SkyPilot, which needs sudo to set up its pods
 #   docker build --build-arg SOFTWARE=hybrid --tag fctune:hybrid .    # with fctune[hybrid], which nvcc compiles here
-#   docker run --rm fctune .venv/bin/python -m pytest --ignore tests/layout    # needs git
+#   docker build --target test --tag fctune:test .               # with the tests and their tools, and run them:
+#   docker run --rm fctune:test .venv/bin/python -m pytest --ignore tests/layout    # which needs the git repository
 #
 # CUDA's libraries come with torch's wheels, for CUDA 13.0 as in the base image, and the driver (580 or newer) with the
 # host. constraints.txt pins Python packages, and the digest of the base image the system.
@@ -31,8 +32,13 @@ ENV PATH=/workspace/.venv/bin:$PATH \
   PYTHONUNBUFFERED=1
 
 ARG PIP_ARGS=
-COPY --chown=fctune:fctune . .
-RUN make setup PIP_ARGS="$PIP_ARGS"
+COPY --chown=fctune:fctune Makefile README.md LICENSE pyproject.toml setup.py constraints.txt ./
+COPY --chown=fctune:fctune configs configs
+COPY --chown=fctune:fctune eval eval
+COPY --chown=fctune:fctune fctune fctune
+COPY --chown=fctune:fctune recipes recipes
+COPY --chown=fctune:fctune sky sky
+RUN make runtime PIP_ARGS="$PIP_ARGS"
 
 # Wheels of the packages of fctune[hybrid] that have none on the index, for every GPU that their build scripts list.
 FROM nvidia/cuda:13.0.3-devel-ubuntu24.04@sha256:b7ae301dea2c162444795462ce17a05f6a516e5a75944b57af5b88540a1a2266 AS kernels
@@ -78,6 +84,12 @@ RUN apt-get update \
   && echo "fctune ALL=(ALL) NOPASSWD:ALL" > /etc/sudoers.d/fctune \
   && chmod 0440 /etc/sudoers.d/fctune
 USER 1000
+
+# hadolint ignore=DL3006
+FROM $SOFTWARE AS test
+ARG PIP_ARGS=
+COPY --chown=fctune:fctune . /workspace/
+RUN make setup PIP_ARGS="$PIP_ARGS"
 
 # hadolint ignore=DL3006
 FROM $SOFTWARE AS run

@@ -29,16 +29,26 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup sky demo demo-reasoning test test-slow test-thorough test-wheel test-sky test-slurm test-serving test-monitoring faults bench configs \
+.PHONY: setup runtime sky demo demo-reasoning test test-slow test-thorough test-wheel test-sky test-slurm test-serving test-monitoring faults bench configs \
   bench-gpu real bench-startup test-gpu lint reference docs tiny-base link-recipes audit clean
 
 setup: $(READY)
 
+define CREATE_VENV
+@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null || \
+  { echo "make: $(PYTHON) is not Python 3.11 or 3.12. Install one, or name it: make setup PYTHON=python3.12"; exit 2; }
+@$(PYTHON) -m venv $(VENV) || \
+  { echo "make: $(PYTHON) cannot create a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 2; }
+endef
+
+# What the image needs to train and evaluate: without the tools of tests.
+runtime:
+	$(CREATE_VENV)
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[mcp,sweep,telemetry]'
+	@$(MAKE) --no-print-directory link-recipes
+
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null || \
-	  { echo "make: $(PYTHON) is not Python 3.11 or 3.12. Install one, or name it: make setup PYTHON=python3.12"; exit 2; }
-	@$(PYTHON) -m venv $(VENV) || \
-	  { echo "make: $(PYTHON) cannot create a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 2; }
+	$(CREATE_VENV)
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev]'
 	@# BFCL's own checker, which tests compare verdicts with. Its dependencies take 6 GB, and the checker needs none.
 	$(BIN)/python $(PIP) --no-deps bfcl-eval==2026.3.23

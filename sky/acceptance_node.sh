@@ -4,12 +4,15 @@
 #
 #   NUM_NODES=2 NODE_RANK=0 DEVICES=8 MASTER_ADDR=node-0 sky/acceptance_node.sh configs/acceptance_2x8_h100.yaml OUT [key=value ...]
 #
+# Under Slurm, the first three are taken from its variables (one task per node).
+#
 # Does not use torchrun, which starts no rank before all nodes have joined, so that a missing node could not be named.
 set -uo pipefail
 
 usage="usage: NUM_NODES=N NODE_RANK=R DEVICES=D MASTER_ADDR=HOST $0 CONFIG OUT [key=value ...]"
 config=${1:?$usage} out=${2:?$usage}
 shift 2
+NUM_NODES=${NUM_NODES:-${SLURM_NNODES:-}} NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}} DEVICES=${DEVICES:-${SLURM_GPUS_ON_NODE:-}}
 export WORLD_SIZE=$((${NUM_NODES:?$usage} * ${DEVICES:?$usage})) LOCAL_WORLD_SIZE=$DEVICES
 export MASTER_ADDR=${MASTER_ADDR:?$usage} MASTER_PORT=${MASTER_PORT:-29400}
 python=${PYTHON:-.venv/bin/python}

@@ -3,22 +3,30 @@
 #
 #   CONFIG=configs/llama3_1_8b_grpo.yaml MODEL=/mnt/shared/model CASES=/mnt/shared/cases.jsonl sky/grpo_node.sh
 #
-# sky/grpo.yaml lists the variables. Exit codes are those of sky/run_node.sh: 76 also if the server is lost
+# sky/grpo.yaml lists the variables; nodes are read from SkyPilot's or Slurm's. Exit codes are those of sky/run_node.sh: 76 also if the server is lost
 # while the training runs, and 1 if it does not start.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 [ ! -x .venv/bin/tune ] || PATH=$PWD/.venv/bin:$PATH
 export PYTHONSAFEPATH=1 # no file of this folder is imported instead of a package
 
-nodes=${SKYPILOT_NUM_NODES:-1} node=${SKYPILOT_NODE_RANK:-0} gpus=${SKYPILOT_NUM_GPUS_PER_NODE:-0}
-ips=${SKYPILOT_NODE_IPS:-127.0.0.1}
+nodes=${SKYPILOT_NUM_NODES:-${SLURM_NNODES:-1}} node=${SKYPILOT_NODE_RANK:-${SLURM_NODEID:-0}}
+gpus=${SKYPILOT_NUM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}
+ips=${SKYPILOT_NODE_IPS:-}
+[ -n "$ips" ] || [ -z "${SLURM_JOB_NODELIST:-}" ] || ips=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+ips=${ips:-127.0.0.1}
+launch_id=${SKYPILOT_TASK_ID:-${SLURM_JOB_ID:+slurm-$SLURM_JOB_ID}}
+# Slurm asks every process of the job to stop, by USR1 before the time limit. The training asks for itself, and a second
+# request would end it without saving; the server goes on until it has saved.
+by_slurm=''
+[ -z "${SLURM_JOB_ID:-}" ] || [ -n "${SKYPILOT_TASK_ID:-}" ] || by_slurm=1
 : "${MODEL:?$0: MODEL is empty; name the base that is trained and served}"
 : "${CASES:?$0: CASES is empty; name what is asked, as grpo.cases}"
 port=${SERVER_PORT:-8000}
 # Written by the first node when it starts to train, and with its exit code at the end, so that the server's node can
 # end as well; and by the server's node if its server has ended. Those of an earlier start are older than the mark that
 # each node leaves at its own start.
-done_file=${FCTUNE_SHARED:-/mnt/shared}/grpo/${SKYPILOT_TASK_ID:-local}.done
+done_file=${FCTUNE_SHARED:-/mnt/shared}/grpo/${launch_id:-local}.done
 started_file=${done_file%.done}.started
 lost_file=${done_file%.done}.lost
 
@@ -46,8 +54,11 @@ if [ "$serves" = 1 ]; then
   # Whoever reaches the server can load adapters: other machines must not where none needs it, nor those without the key.
   [ "$nodes" -gt 1 ] || options="--host 127.0.0.1 $options"
   [ -z "${FCTUNE_API_KEY:-}" ] || export VLLM_API_KEY=$FCTUNE_API_KEY
-  CUDA_VISIBLE_DEVICES=$visible python -m fctune.cli serve "$MODEL" --adapters "${ADAPTER_RANK:-32}" --name policy \
-    --python .vllm/bin/python --port "$port" --vllm="$options ${VLLM:-}" &
+  (
+    trap '' USR1
+    CUDA_VISIBLE_DEVICES=$visible exec python -m fctune.cli serve "$MODEL" --adapters "${ADAPTER_RANK:-32}" --name policy \
+      --python .vllm/bin/python --port "$port" --vllm="$options ${VLLM:-}"
+  ) &
   server=$!
 fi
 stand_in=''
@@ -58,10 +69,13 @@ is_server_lost() {
 }
 
 if [ "$trains" = 0 ]; then
-  sky/preempt.sh --on-signal sky.skylet.skylet > /dev/null 2>&1 &
-  stand_in=$!
+  if [ -z "$by_slurm" ]; then
+    sky/preempt.sh --on-signal sky.skylet.skylet > /dev/null 2>&1 &
+    stand_in=$!
+  fi
   is_stopped='' lost_s=''
   trap 'is_stopped=1' TERM
+  trap '' USR1 # the training ends, and with it this node
   while [ ! "$done_file" -nt "$done_file.$node" ]; do
     if [ -z "$lost_s" ] && { [ -n "$is_stopped" ] || is_server_lost; }; then
       lost_s=0
@@ -110,7 +124,7 @@ training=$!
 ) &
 watcher=$!
 # A stop request reaches the training, which saves and exits; the server ends with it.
-trap 'kill -TERM "$watcher" 2> /dev/null; kill -TERM "$training" 2> /dev/null' TERM INT USR1
+trap 'kill -TERM "$watcher" 2> /dev/null; [ -n "$by_slurm" ] || kill -TERM "$training" 2> /dev/null' TERM INT USR1
 wait "$training"; code=$?
 while kill -0 "$training" 2> /dev/null; do wait "$training"; code=$?; done
 kill -TERM "$watcher" 2> /dev/null

@@ -32,7 +32,15 @@ fi
 gpus=${SKYPILOT_NUM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${GPUS_PER_NODE:-$(nvidia-smi -L 2>/dev/null | wc -l)}}}
 [ -z "${FCTUNE_CPU_RANKS:-}" ] || gpus=0
 ranks=${FCTUNE_CPU_RANKS:-$gpus}
-[ "$ranks" -gt 0 ] || { echo "$0: no GPU on $(hostname); to run on CPUs, set FCTUNE_CPU_RANKS=N" >&2; exit 1; }
+
+# Several tasks would meet on one port, and each would start a process for every GPU of the node.
+if [ "${SLURM_STEP_NUM_TASKS:-1}" -gt "${SLURM_STEP_NUM_NODES:-1}" ] && [ -z "${SLURM_PTY_PORT:-}" ]; then
+  [ "${SLURM_PROCID:-0}" != 0 ] || echo "$0: srun started this script in $SLURM_STEP_NUM_TASKS tasks on" \
+    "$SLURM_STEP_NUM_NODES nodes, but it starts one process for each GPU by itself. Start one task per node: sbatch" \
+    "--nodes=$SLURM_STEP_NUM_NODES sky/slurm/finetune_venv.sbatch, or srun --nodes=$SLURM_STEP_NUM_NODES" \
+    "--ntasks=$SLURM_STEP_NUM_NODES --gpus-per-node=8 --cpus-per-task=100 sky/run_node.sh." >&2
+  exit 2
+fi
 
 export FCTUNE_SHARED=${FCTUNE_SHARED:-/mnt/shared} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/mnt/network}
 export HF_HOME=${HF_HOME:-$FCTUNE_SHARED/huggingface} FCTUNE_CACHE=${FCTUNE_CACHE:-$FCTUNE_SHARED/cache}
@@ -69,6 +77,14 @@ leave() {
     fi
   fi
   [ "$code" != 0 ] || [ -z "$progress" ] || rm -f "$progress"
+  # SkyPilot's srun kills the other nodes when the first one ends, and then all that SkyPilot may see is 143, after which
+  # it starts the job again; sky/setup.sh stops that start. The head knows best.
+  if [ -n "${SLURM_JOB_ID:-}" ] && [ -n "${SKYPILOT_TASK_ID:-}" ]; then
+    case $code in
+      1 | 2 | 74) [ "$node" != 0 ] && [ -f "$progress.final" ] || { mkdir -p "${progress%/*}" && echo "$code" > "$progress.final"; } ;;
+      0 | 75 | 76) [ "$node" != 0 ] || rm -f "$progress.final" ;;
+    esac
+  fi
   if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SKYPILOT_TASK_ID:-}" ] && [ -d "$FCTUNE_SHARED" ]; then
     ended=$FCTUNE_SHARED/restarts/slurm-$SLURM_JOB_ID.ended
     mkdir -p "${ended%/*}"
@@ -76,6 +92,8 @@ leave() {
   fi
   exit "$code"
 }
+
+[ "$ranks" -gt 0 ] || { echo "$0: no GPU on $(hostname); to run on CPUs, set FCTUNE_CPU_RANKS=N" >&2; leave 1; }
 
 TORCH_CPP_LOG_LEVEL=FATAL python -m fctune.cli preflight --config "$config" --gpus "$gpus" \
   --wait "${PREFLIGHT_WAIT_S:-60}" --nodes "$nodes" --node-rank "$node" --address "$head" --port "$port" \

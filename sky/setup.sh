@@ -5,6 +5,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# A managed job on Slurm that sky/run_node.sh has ended for good, though SkyPilot starts it again.
+launch_id=${SKYPILOT_TASK_ID:-}
+final=${FCTUNE_SHARED:-/mnt/shared}/restarts/${launch_id//[^[:alnum:]_.-]/-}.final
+if [ -n "$launch_id" ] && [ -s "$final" ]; then
+  echo "$0: the run has ended with exit code $(< "$final"), so it is not started again" >&2
+  exit 1
+fi
+
 # Cloud volumes may be owned by root.
 for mount in "${FCTUNE_SHARED:-/mnt/shared}" "${FCTUNE_NETWORK:-/mnt/network}"; do
   if [ -d "$mount" ] && [ ! -w "$mount" ]; then

@@ -2,8 +2,7 @@
 
 A restart resumes from the newest checkpoint. ``sky/run_node.sh`` ends with FAILED instead of a code that restarts once
 several restarts in a row have saved no new checkpoint, so launchers need no limit for these codes. They limit only the
-restarts after other ends: a container that was killed, and on ``sky/slurm/finetune.yaml`` any code, since SkyPilot may
-see only that of a node that srun has killed.
+restarts after other ends, such as a container that was killed.
 """
 
 from typing import NamedTuple

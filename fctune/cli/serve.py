@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from math import isfinite
 from typing import Any
 
 from fctune.base.errors import ConfigError
@@ -26,6 +27,13 @@ def add_commands(commands: Any) -> None:
         metavar="RANK",
         help="serve a base for reinforcement: adapters up to this rank are loaded while it runs",
     )
+    serve.add_argument(
+        "--stop-idle",
+        type=float,
+        default=0,
+        metavar="MINUTES",
+        help="end the server after this many minutes without a request; 0: never; default: %(default)s",
+    )
     serve.add_argument("--print", action="store_true", dest="print_only", help="print the command without running it")
     serve.add_argument("--vllm", default="", metavar="OPTIONS", help='further vLLM options: --vllm="--enforce-eager"')
     serve.add_argument("--force", action="store_true", help="serve a model that fctune gate has stopped")
@@ -41,6 +49,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     require_released(arguments.model, "not served", arguments.force)
     if not 1 <= arguments.port <= 65535:
         raise ConfigError(f"--port {arguments.port}: expected 1 to 65535.")
+    if not (arguments.stop_idle >= 0 and isfinite(arguments.stop_idle)):
+        raise ConfigError(f"--stop-idle {arguments.stop_idle:g}: expected minutes, or 0 for never.")
     try:
         further = shlex.split(arguments.vllm)
     except ValueError as error:
@@ -53,6 +63,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         say=lambda line: print(escape_controls(line), file=sys.stderr, flush=True),
     )
     require_agreement(options, further)
+    if arguments.stop_idle and "--disable-log-stats" in further:
+        raise ConfigError("--stop-idle needs vLLM's metrics. Leave out --disable-log-stats of --vllm.")
     command = [arguments.python, "-m", "vllm.entrypoints.openai.api_server", *options, "--port", str(arguments.port)]
     command += further
     environment = {} if arguments.adapters is None else RUN_TIME_ADAPTERS
@@ -69,7 +81,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         print(f"ready after {seconds:.0f} s: {url}   (fctune chat {url}; Ctrl-C ends it)", flush=True)
 
     try:
-        run_server(command, arguments.port, announce, environment=environment, host=host)
+        limit_s = arguments.stop_idle * 60 or None
+        if run_server(command, arguments.port, announce, environment=environment, host=host, idle_limit_s=limit_s):
+            print(f"stopped after {arguments.stop_idle:g} minutes without a request (--stop-idle)", flush=True)
     except ServerEndedError as error:
         print(error, file=sys.stderr)
         return 1

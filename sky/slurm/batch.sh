@@ -1,6 +1,12 @@
 # Sourced by the sbatch scripts of this folder: their common code around srun. Not to be run directly.
 # shellcheck shell=bash
 
+if [ "${SLURM_NTASKS:-1}" -gt "${SLURM_JOB_NUM_NODES:-1}" ]; then
+  echo "$SLURM_NTASKS tasks on $SLURM_JOB_NUM_NODES nodes, but each node's task starts a process for each of its GPUs." \
+    "Leave out --ntasks and --ntasks-per-node." >&2
+  exit 2
+fi
+
 [ -z "${FCTUNE_SWEEP:-}" ] || printf -v CONFIG '%s/configs/%03d.yaml' "$FCTUNE_SWEEP" "$SLURM_ARRAY_TASK_ID"
 [ -n "${CONFIG:-}${MODEL_SIZE:-}" ] || CONFIG=configs/llama3_1_8b_lora.yaml
 export CONFIG=${CONFIG:-}

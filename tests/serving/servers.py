@@ -24,13 +24,20 @@ ENDS_S = 60.0
 
 @contextmanager
 def serve_vllm(
-    model: Path | str, python: str, port: int, *options: str, adapters: int | None = None, **environment: str
+    model: Path | str,
+    python: str,
+    port: int,
+    *options: str,
+    adapters: int | None = None,
+    stop_idle: float = 0,
+    **environment: str,
 ) -> Iterator[str]:
     """Serve with ``fctune serve`` until the block ends; yields the address, and checks that the server ends cleanly."""
     words = ["--enforce-eager", "--max-model-len", "2048", "--dtype", "float32", "--max-num-seqs", "16", *options]
     command = [sys.executable, "-u", "-m", "fctune.cli", "serve", str(model), "--python", python, "--port", str(port)]
     command.append(f"--vllm={' '.join(words)}")
     command += [] if adapters is None else ["--adapters", str(adapters)]
+    command += ["--stop-idle", str(stop_idle)]
     # Threads that wait for each other on fixed cores are slow on a loaded machine, and tiny models need but one.
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     own |= {"HF_HUB_OFFLINE": "1", **environment}

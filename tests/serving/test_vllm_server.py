@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,22 @@ def test_streamed_and_parallel_calls_are_those_in_process(judged: Rows, address:
             message = answer(address, row["messages"], row["tools"])
             assert read_calls(message) == expected
             assert bool((message["content"] or "").strip()) == (not expected)
+
+
+def test_an_idle_server_ends_by_itself(demo: Path, judged: Rows, vllm_python: str) -> None:
+    row = next(iter(judged.values()))
+    with serve_vllm(demo / "run", vllm_python, find_port(), stop_idle=0.2) as address:
+        began = time.monotonic()
+        while time.monotonic() - began < 20:
+            complete(address, row["messages"], row["tools"])
+        while time.monotonic() - began < 120:
+            try:
+                httpx.get(f"{address}/health", timeout=5)
+            except httpx.ConnectError:
+                break
+            time.sleep(1)
+        else:
+            pytest.fail("the server still answers")
 
 
 def test_tool_choice_is_respected(judged: Rows, address: str) -> None:

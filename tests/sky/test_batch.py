@@ -35,8 +35,10 @@ COMMANDS = {
 
 # Replaces a run: exits with CODE, immediately or on a request to stop.
 RUN_NODE = """
-    env | grep -E '^(CONFIG|MODEL_SIZE|FCTUNE_|MASTER_ADDR|SEED)' > "$CALLS/environment"
+    names='CONFIG|MODEL|CASES|RUN|SUITE|STOP_IDLE|FCTUNE_|MASTER_ADDR|PREFLIGHT_WAIT_S|SEED'
+    env | grep -E "^($names)" > "$CALLS/environment"
     echo "$@" > "$CALLS/arguments"
+    basename "$0" > "$CALLS/script"
     touch "$CALLS/started"
     until [ -z "$WAIT" ] || [ -f "$CALLS/usr1" ] || [ -f "$CALLS/end" ]; do sleep 0.05; done
     [ -z "$ENDED" ] || { mkdir -p "$FCTUNE_SHARED/restarts"; echo "$ENDED" > "$FCTUNE_SHARED/restarts/slurm-41.ended"; }
@@ -56,7 +58,8 @@ def start(folder: Path, name: str, code: int, waits: bool, *arguments: str, **mo
     for script in ("batch.sh", name):
         (folder / "sky" / "slurm").mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "sky" / "slurm" / script, folder / "sky" / "slurm")
-    write_script(folder / "sky" / "run_node.sh", RUN_NODE)
+    for path in (ROOT / "sky").glob("*_node.sh"):
+        write_script(folder / "sky" / path.name, RUN_NODE)
     for command, text in COMMANDS.items():
         write_script(folder / "bin" / command, text)
     (folder / "calls").mkdir(exist_ok=True)
@@ -181,6 +184,7 @@ def test_a_container_gets_the_volumes_and_the_heads_address(tmp_path: Path) -> N
     environment = dict(line.split("=", 1) for line in calls(tmp_path, "environment"))
     assert environment["FCTUNE_SHARED"] == "/mnt/shared"
     assert environment["MASTER_ADDR"] == "node-a"
+    assert int(environment["PREFLIGHT_WAIT_S"]) >= 600, "one node may import the image minutes after the other"
     (mounts,) = [call for call in calls(tmp_path, "srun") if call.startswith("--container-mounts=")]
     assert f"{tmp_path}/fctune:/mnt/shared" in mounts
     assert f"{tmp_path}/network:/mnt/network" in mounts
@@ -202,6 +206,41 @@ def test_model_size_replaces_the_default_config(tmp_path: Path) -> None:
     assert "config     of MODEL_SIZE=70B\n" in (tmp_path / "train_41_summary.txt").read_text()
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_an_acceptance_job_measures_the_disks_of_its_cluster(code: int, tmp_path: Path) -> None:
+    assert start(tmp_path, "acceptance.sbatch", code, False, "nodes=2").wait(30) == code
+    assert calls(tmp_path, "script") == ["acceptance_node.sh"]
+    shared, network = tmp_path / "fctune", tmp_path / "network"
+    (words,) = calls(tmp_path, "arguments")
+    config, out, *overrides = words.split()
+    assert (config, out) == ("configs/acceptance_2x8_h100.yaml", f"{shared}/acceptance/41")
+    disks = [f"storage.shared_dir={shared}/acceptance", "storage.node_dir=/tmp"]
+    assert overrides == ["profile=full", *disks, f"storage.network_dir={network}/acceptance", "nodes=2"]
+    assert "MASTER_ADDR=node-a" in calls(tmp_path, "environment")
+    assert start(tmp_path, "acceptance.sbatch", code, False, PROFILE="quick").wait(30) == code
+    assert calls(tmp_path, "arguments") == [f"configs/acceptance_2x8_h100.yaml {out} profile=quick"]
+    assert not [call for call in calls(tmp_path, "scontrol") if call.startswith("requeue")]
+
+
+def test_evaluation_and_serving_jobs_pass_their_variables_on(tmp_path: Path) -> None:
+    assert start(tmp_path, "eval.sbatch", 1, False, RUN="runs/mine", SUITE="bfcl").wait(30) == 1
+    assert calls(tmp_path, "script") == ["eval_node.sh"]
+    assert {"RUN=runs/mine", "SUITE=bfcl", f"FCTUNE_SHARED={tmp_path / 'fctune'}"} <= {*calls(tmp_path, "environment")}
+    assert start(tmp_path, "serve.sbatch", 0, False).wait(30) == 0
+    assert calls(tmp_path, "script") == ["serve_node.sh"]
+    assert {"RUN=runs/llama3_1_8b_lora", "STOP_IDLE=30"} <= {*calls(tmp_path, "environment")}
+    assert ":8000/v1" in (tmp_path / "train_41.log").read_text()
+
+
+def test_a_reinforcement_job_is_requeued_as_a_training_job_is(tmp_path: Path) -> None:
+    given = {"MODEL": "/models/base", "CASES": "cases.jsonl"}
+    assert start(tmp_path, "grpo.sbatch", 76, False, **given).wait(30) == 76
+    assert calls(tmp_path, "script") == ["grpo_node.sh"]
+    expected = {"CONFIG=configs/llama3_1_8b_grpo.yaml", "MODEL=/models/base", "CASES=cases.jsonl"}
+    assert expected <= {*calls(tmp_path, "environment")}
+    assert calls(tmp_path, "scontrol") == ["requeue 41"]
+
+
 # The module command of a cluster, which knows three modules and uses a variable that may be unset.
 MODULES = """
     module() {
@@ -221,6 +260,16 @@ def test_modules_are_loaded_before_the_run(name: str, tmp_path: Path) -> None:
     more = {"MODULESHOME": str(tmp_path / "modules"), "FCTUNE_MODULES": "cuda/12.8 nccl"}
     assert start(tmp_path, name, 0, False, **more).wait(30) == 0
     assert {"FCTUNE_CUDA=12.8", "FCTUNE_NCCL=1"} <= set(calls(tmp_path, "environment"))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_task_for_each_gpu_is_refused_with_what_to_write(name: str, tmp_path: Path) -> None:
+    assert start(tmp_path, name, 0, False, SLURM_NTASKS="16").wait(30) == 2
+    said = (tmp_path / "train_41.err").read_text()
+    assert said.startswith("16 tasks on 2 nodes, but")
+    assert "Leave out --ntasks and --ntasks-per-node" in said
+    assert not calls(tmp_path, "srun")
+    assert start(tmp_path, name, 0, False, SLURM_NTASKS="2").wait(30) == 0
 
 
 def test_a_module_that_fails_to_load_stops_the_job(tmp_path: Path) -> None:

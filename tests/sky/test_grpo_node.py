@@ -24,7 +24,7 @@ exit 3
 """
 TRAINING = """#!/usr/bin/env bash
 echo "gpus=${CUDA_VISIBLE_DEVICES:-all} ranks=$SKYPILOT_NUM_GPUS_PER_NODE nodes=$SKYPILOT_NUM_NODES" \\
-  "node=$SKYPILOT_NODE_RANK ips=$(echo $SKYPILOT_NODE_IPS) $*" >> "$TEST_DIR/trained"
+  "node=${SKYPILOT_NODE_RANK:-$SLURM_NODEID} ips=$(echo $SKYPILOT_NODE_IPS) $*" >> "$TEST_DIR/trained"
 [ -z "${TRAINING_RUNS:-}" ] || {
   trap 'echo saving >> "$TEST_DIR/trained"; touch "$TEST_DIR/saving"
     until [ -z "${TRAINING_SAVES:-}" ] || [ -e "$TEST_DIR/saved" ]; do sleep 0.1; done
@@ -44,7 +44,9 @@ def tree(tmp_path: Path) -> Path:
     shutil.copy(SKY / "grpo_node.sh", tmp_path / "sky")
     curl = '#!/usr/bin/env bash\n[ -e "$TEST_DIR/up" ]\n'
     sleep = '#!/usr/bin/env bash\nexec /bin/sleep "$([ "$1" = 5 ] && echo 0.1 || echo "$1")"\n'
+    hosts = '#!/usr/bin/env bash\nfor ((i = 0; i < NUM_HOSTS; i++)); do echo "n$i"; done\n'
     files = {"sky/run_node.sh": TRAINING, "bin/python": SERVER, "bin/curl": curl, "bin/sleep": sleep}
+    files["bin/scontrol"] = hosts
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -54,9 +56,19 @@ def tree(tmp_path: Path) -> Path:
 def start(tree: Path, nodes: int, node: int, **more: Any) -> subprocess.Popen[str]:
     ips = "\n".join(f"10.0.0.{number}" for number in range(1, nodes + 1))
     own = {"SKYPILOT_NUM_NODES": nodes, "SKYPILOT_NODE_RANK": node, "SKYPILOT_NODE_IPS": ips}
-    own |= {"SKYPILOT_NUM_GPUS_PER_NODE": 8, "SKYPILOT_TASK_ID": "task-1", "FCTUNE_SHARED": tree / "shared"}
-    own |= {"MODEL": "/models/base", "CASES": "cases.jsonl", "TEST_DIR": tree, **more}
-    environment = {**os.environ, "PATH": f"{tree / 'bin'}:{os.environ['PATH']}", **{k: str(v) for k, v in own.items()}}
+    own |= {"SKYPILOT_NUM_GPUS_PER_NODE": 8, "SKYPILOT_TASK_ID": "task-1"}
+    return run_script(tree, {**own, **more})
+
+
+def start_in_slurm(tree: Path, nodes: int, node: int, **more: Any) -> subprocess.Popen[str]:
+    own = {"SLURM_JOB_ID": 41, "SLURM_NNODES": nodes, "SLURM_NODEID": node, "SLURM_GPUS_ON_NODE": 8}
+    return run_script(tree, {**own, "SLURM_JOB_NODELIST": f"n[0-{nodes - 1}]", "NUM_HOSTS": nodes, **more})
+
+
+def run_script(tree: Path, given: dict[str, Any]) -> subprocess.Popen[str]:
+    own = {"FCTUNE_SHARED": tree / "shared", "MODEL": "/models/base", "CASES": "cases.jsonl", "TEST_DIR": tree, **given}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SKYPILOT_"))}
+    environment = {**kept, "PATH": f"{tree / 'bin'}:{os.environ['PATH']}", **{k: str(v) for k, v in own.items()}}
     command = [tree / "sky" / "grpo_node.sh"]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -90,6 +102,37 @@ def test_the_last_of_several_nodes_serves_until_the_training_has_ended(tree: Pat
     assert "ranks=8 nodes=2 node=1 ips=10.0.0.1 10.0.0.2 " in second
     assert "nodes=2 node=0" in first
     assert "grpo.server.url=http://10.0.0.3:8000" in first
+
+
+def test_slurms_variables_name_the_nodes_and_gpus(tree: Path) -> None:
+    server = start_in_slurm(tree, 2, 1)
+    while not (tree / "up").exists():
+        time.sleep(0.05)
+    assert start_in_slurm(tree, 2, 0).wait(30) == 0
+    assert server.wait(30) == 0
+    assert (tree / "served").read_text().startswith("gpus=0,1,2,3,4,5,6,7 ")
+    trained = (tree / "trained").read_text()
+    assert "ranks=8 nodes=1 node=0 ips=n0 " in trained
+    assert "grpo.server.url=http://n1:8000" in trained
+    assert (tree / "shared" / "grpo" / "slurm-41.done").read_text() == "0\n"
+
+
+def test_a_stop_request_of_slurm_reaches_the_training_once_and_the_server_serves_until_it_has_saved(tree: Path) -> None:
+    (tree / "sky" / "run_node.sh").write_text(TRAINING.replace("' TERM\n", "' TERM USR1\n"))
+    server, trainer = start_in_slurm(tree, 2, 1), start_in_slurm(tree, 2, 0, TRAINING_RUNS=1, TRAINING_SAVES=1)
+    while not (tree / "training").exists():
+        time.sleep(0.05)
+    for process in (server, trainer):  # every process of the job
+        os.killpg(process.pid, signal.SIGUSR1)
+    while not (tree / "saving").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    assert server.poll() is None
+    assert "ended" not in (tree / "served").read_text()
+    (tree / "saved").touch()
+    assert (trainer.wait(30), server.wait(30)) == (75, 0)
+    assert (tree / "trained").read_text().splitlines()[1:] == ["saving"], "a second request would end it at once"
+    assert (tree / "served").read_text().splitlines()[-1] == "ended"
 
 
 def test_a_restart_does_not_take_the_end_of_the_first_start_for_its_own(tree: Path) -> None:

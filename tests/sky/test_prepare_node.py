@@ -226,7 +226,7 @@ def test_the_task_the_batch_script_and_the_job_run_the_same_script_with_the_runs
     assert "accelerators" not in task["resources"]
     assert (task["num_nodes"], task["volumes"], task["setup"]) == (1, training["volumes"], training["setup"])
     # The variables that change what is prepared have the same names and values.
-    only_training = {"FCTUNE_NETWORK", "MAX_RESTARTS", "PREPARE_ON_GPUS", "MIRROR_CHECKPOINTS"}
+    only_training = {"FCTUNE_NETWORK", "MAX_RESTARTS", "PREPARE_ON_GPUS", "MIRROR_CHECKPOINTS", "EXPECT_INFINIBAND"}
     assert task["envs"] == {name: value for name, value in training["envs"].items() if name not in only_training}
     assert task["run"].splitlines() == [
         *(line for line in training["run"].splitlines() if "export CONFIG" in line),

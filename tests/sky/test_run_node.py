@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fctune.base.exit_codes import EXIT_CODES, RESTARTED
 from fctune.training.env_overrides import resolve_launch
 from tests.conftest import ROOT
 from tests.ranks import find_port
@@ -362,6 +363,64 @@ def test_other_nodes_count_and_report_in_place_of_a_head_that_is_killed(tmp_path
         "slurm-41": "0 2\n",
         "slurm-41.ended": "76 \n",
     }
+
+
+@pytest.mark.parametrize("code", EXIT_CODES)
+def test_a_managed_job_on_slurm_is_set_up_again_only_after_the_codes_that_restart(code: int, tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    shutil.copy(SKY / "setup.sh", script.parent)
+    (tmp_path / "tune" / "bin").mkdir(parents=True)
+    for name in ("tune", "fctune"):  # of an image, which leaves setup.sh nothing to install
+        (tmp_path / "tune" / "bin" / name).write_text("")
+        (tmp_path / "tune" / "bin" / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "41", "SKYPILOT_TASK_ID": "sky/job 1", "NUM_NODES": "2", "MASTER_ADDR": "head"}
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", **job)
+    run_dir = Path(environment["RUN"])
+    run_dir.mkdir(parents=True)
+    skip_preflight(script, environment)
+    write_tune(script, "exit 0" if code == 0 else f"printf '{{\"code\": {code}}}' > exit.json")
+
+    def set_up(**more: str) -> subprocess.CompletedProcess[str]:
+        paths = f"{tmp_path / 'tune' / 'bin'}:{os.environ['PATH']}"
+        command, given = [str(script.with_name("setup.sh"))], environment | {"PATH": paths} | more
+        (script.parents[1] / ".venv").rename(tmp_path / "kept")
+        try:
+            return subprocess.run(command, env=given, capture_output=True, text=True, timeout=60)
+        finally:
+            (script.parents[1] / ".venv").unlink(missing_ok=True)
+            (tmp_path / "kept").rename(script.parents[1] / ".venv")
+
+    assert set_up().returncode == 0
+    # The head is killed when the other node has ended, which may not know the run's code.
+    assert run(script, environment | {"SKYPILOT_NODE_RANK": "1"}).returncode == code
+    assert run(script, environment | {"SKYPILOT_NODE_RANK": "0"}).returncode == code
+    done = set_up()
+    if code in (0, *RESTARTED):
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 1
+        assert f"the run has ended with exit code {code}, so it is not started again" in done.stderr
+        assert set_up(SKYPILOT_TASK_ID="sky/job 2").returncode == 0
+        # The head knows better than a node that was killed.
+        write_tune(script, "printf '{\"code\": 76}' > exit.json")
+        assert run(script, environment | {"SKYPILOT_NODE_RANK": "1"}).returncode == 76
+        assert set_up().returncode == 1
+        assert run(script, environment | {"SKYPILOT_NODE_RANK": "0"}).returncode == 76
+        assert set_up().returncode == 0
+
+
+def test_several_tasks_of_srun_on_a_node_are_refused_with_what_to_write(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    step = {"SLURM_JOB_ID": "41", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+    step |= {"SLURM_STEP_NUM_TASKS": "16"}
+    environment = environment_of(tmp_path, MASTER_ADDR="127.0.0.1", **step)
+    first = run(script, environment | {"SLURM_PROCID": "0"})
+    assert first.returncode == 2
+    assert "srun started this script in 16 tasks on 2 nodes" in first.stderr
+    assert "sbatch --nodes=2 sky/slurm/finetune_venv.sbatch, or srun --nodes=2 --ntasks=2 " in first.stderr
+    other = run(script, environment | {"SLURM_PROCID": "9"})
+    assert (other.returncode, other.stderr) == (2, ""), "it is said once"
+    assert not list(tmp_path.glob("record*"))
 
 
 def test_a_node_that_is_unfit_for_a_run_is_named_to_the_batch_script(tmp_path: Path) -> None:

@@ -86,6 +86,22 @@ def test_skypilot_accepts_every_task_volume_token_and_documented_command(skypilo
     assert found["tokens"] == ["x", "x"], "as a secret and as a variable"
 
 
+def test_the_documented_commands_fit_the_two_nodes_that_terraform_creates() -> None:
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    block = page.split("## Kubernetes with SkyPilot")[1].split("```")[1]
+    gpus: dict[str, int] = {}
+    launches = 0
+    for line in block.splitlines():
+        for name, path in re.findall(r"sky launch -c (\S+) (\S+)", line):
+            task = load(ROOT / path)
+            gpus[name] = task["num_nodes"] * int(task["resources"]["accelerators"].split(":")[1])
+            launches += 1
+            assert sum(gpus.values()) <= 16, line
+        for name in re.findall(r"sky down (\S+)", line):
+            del gpus[name]
+    assert launches >= 3
+
+
 @pytest.mark.parametrize("path", TASKS, ids=name_of)
 def test_a_task_mounts_only_defined_volumes_that_its_nodes_can_share(path: Path) -> None:
     task = load(path)
@@ -132,9 +148,9 @@ def test_no_secret_is_declared_in_the_file(path: Path) -> None:
 
 
 def test_idle_clusters_are_removed_and_the_launch_says_so() -> None:
-    for name in ("finetune.yaml", "slurm/finetune.yaml", "acceptance.yaml", "eval.yaml"):
-        assert load(SKY / name)["resources"]["autostop"] == {"idle_minutes": 30, "down": True}, name
-    assert load(SKY / "prepare.yaml")["resources"]["autostop"] == {"idle_minutes": 5, "down": True}
+    for path in TASKS:
+        minutes = 5 if path.stem in ("prepare", "serve") else 30  # serve.yaml's STOP_IDLE has passed before
+        assert load(path)["resources"]["autostop"] == {"idle_minutes": minutes, "down": True}, path
     for name in ("finetune.yaml", "slurm/finetune.yaml"):
         assert "removed after 30 minutes without a job" in load(SKY / name)["run"].splitlines()[0]
 
@@ -152,14 +168,47 @@ def test_the_images_of_tasks_and_jobs_have_tags_that_the_workflow_pushes() -> No
 
 def test_the_server_refuses_to_start_without_an_api_key(tmp_path: Path) -> None:
     task = load(SKY / "serve.yaml")
-    environment = os.environ | task["envs"]
-    done = subprocess.run(
-        ["bash", "-c", task["run"]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=20
-    )
-    assert done.returncode != 0
-    assert done.stderr.strip().endswith(
-        "VLLM_API_KEY is empty, so anyone could use the API. Pass --secret VLLM_API_KEY"
-    )
+    environment = os.environ | task["envs"] | {"VLLM_API_KEY": ""}
+    command = ["bash", "-c", task["run"]]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "VLLM_API_KEY is empty, so anyone could use the API." in done.stderr
+    assert done.stderr.strip().endswith("also pass --secret VLLM_API_KEY")
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "expected"),
+    [
+        (
+            "serve",
+            {"RUN": "runs/mine", "VLLM_API_KEY": "x"},
+            "serve /s/runs/mine --python .vllm/bin/python --port 8000 --stop-idle 30",
+        ),
+        ("serve", {"RUN": "/models/a", "VLLM_API_KEY": "x", "STOP_IDLE": "0"}, "serve /models/a .* --stop-idle 0"),
+        (
+            "eval",
+            {"RUN": "runs/mine"},
+            "eval --model /s/runs/mine --suite smoke --out /s/runs/mine/eval/smoke.jsonl"
+            " --html /s/runs/mine/eval/smoke.html",
+        ),
+        ("eval", {"RUN": "hf:a/b@c", "SUITE": "x/own.jsonl"}, "eval --model hf:a/b@c .* --out /s/eval/b@c/own.jsonl.*"),
+    ],
+)
+def test_a_task_evaluates_or_serves_the_run_that_it_is_given(
+    name: str, variables: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    task = load(SKY / f"{name}.yaml")
+    (tmp_path / "sky").mkdir()
+    shutil.copy(SKY / f"{name}_node.sh", tmp_path / "sky")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/usr/bin/env bash\necho "$@"\n')
+    python.chmod(0o755)
+    environment = os.environ | task["envs"] | {"FCTUNE_SHARED": str(tmp_path / "s")} | variables
+    command = ["bash", "-c", task["run"]]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(f"-m fctune.cli {expected}\n", done.stdout.replace(f"{tmp_path}/s", "/s")), done.stdout
 
 
 def test_the_task_requests_two_nodes_with_eight_gpus_and_matching_resources() -> None:
@@ -183,8 +232,9 @@ def test_the_task_requests_two_nodes_with_eight_gpus_and_matching_resources() ->
 @pytest.mark.parametrize("name", ["finetune", "grpo", "slurm/finetune"])
 def test_a_managed_job_recovers_after_the_codes_that_restart_and_not_after_wrong_input(name: str) -> None:
     recovery = load(SKY / f"{name}.yaml")["resources"]["job_recovery"]
-    assert recovery["recover_on_exit_codes"] == [*RESTARTED]  # without a limit; sky/run_node.sh has one
-    assert recovery["max_restarts_on_errors"] == (3 if name.startswith("slurm") else 0)
+    masked = [143] if name.startswith("slurm") else []  # a node that srun has killed; sky/setup.sh knows why
+    assert recovery["recover_on_exit_codes"] == [*RESTARTED, *masked]  # without a limit; sky/run_node.sh has one
+    assert recovery["max_restarts_on_errors"] == 0
 
 
 def test_the_slurm_task_differs_only_in_infrastructure() -> None:
@@ -266,6 +316,25 @@ def test_the_image_is_pinned_and_runs_without_privileges() -> None:
     assert last.startswith("FROM $SOFTWARE AS run")
 
 
+def test_the_image_has_neither_tests_nor_their_tools() -> None:
+    stages: dict[str, str] = {}
+    for text in re.split(r"^(?=FROM )", (ROOT / "Dockerfile").read_text(), flags=re.M)[1:]:
+        stages[text.split()[3]] = text
+    with_tools = [name for name, text in stages.items() if "make setup" in text]
+    assert with_tools == ["test"]
+    assert not [name for name, text in stages.items() if text.startswith("FROM test ")]
+    copied = re.findall(r"^COPY --chown=\S+ (.+) \S+$", stages["base"], re.M)
+    assert not {"tests", "benchmarks", "docs", "."} & {name for names in copied for name in names.split()}
+    assert {"configs", "eval", "fctune", "recipes", "sky"} <= {*copied}, "what the scripts of sky/ use"
+    (extras,) = re.findall(r"'\.\[(.*)\]'", (ROOT / "Makefile").read_text().split("\nruntime:")[1].split("\n\n")[0])
+    assert set(extras.split(",")) == {"mcp", "sweep", "telemetry"}
+    steps = load(WORKFLOWS[0])["jobs"]["image"]["steps"]
+    targets = [
+        (step["with"]["target"], step["with"].get("push", False)) for step in steps if "target" in step.get("with", {})
+    ]
+    assert targets == [("test", False), ("run", True), ("sky", True)]
+
+
 def test_the_image_contains_no_secrets_or_build_outputs() -> None:
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     assert lines[0] == "*"
@@ -294,10 +363,18 @@ def test_the_workflow_pushes_by_branch_sha_and_tag_and_releases_versions() -> No
     assert jobs["release"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
 
 
-@pytest.mark.parametrize("path", sorted((SKY / "slurm").glob("finetune_*.sbatch")), ids=name_of)
-def test_a_batch_job_has_two_nodes_a_warning_signal_and_appended_logs(path: Path) -> None:
-    text = path.read_text()
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.M))
+BATCH_JOBS = sorted((SKY / "slurm").glob("*.sbatch"))
+TRAINING_JOBS = [path for path in BATCH_JOBS if "run_and_report" in path.read_text()]
+
+
+def read_options(path: Path) -> dict[str, str]:
+    """Return the options that a batch script gives to sbatch."""
+    return dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", path.read_text(), re.M))
+
+
+@pytest.mark.parametrize("path", TRAINING_JOBS, ids=name_of)
+def test_a_training_job_has_two_nodes_a_warning_signal_and_appended_logs(path: Path) -> None:
+    options = read_options(path)
     assert options["nodes"] == "2"
     assert options["gpus-per-node"] == "8"
     assert options["ntasks-per-node"] == "1"
@@ -305,6 +382,25 @@ def test_a_batch_job_has_two_nodes_a_warning_signal_and_appended_logs(path: Path
     assert "requeue" in options
     assert options["open-mode"] == "append"  # a requeued job keeps its earlier output
     assert (options["output"], options["error"]) == ("train_%j.log", "train_%j.err")
+
+
+@pytest.mark.parametrize("name", ["acceptance", "eval", "grpo", "serve"])
+def test_a_batch_job_requests_and_runs_what_its_task_does(name: str) -> None:
+    task, path = load(SKY / f"{name}.yaml"), SKY / "slurm" / f"{name}.sbatch"
+    resources, options, text = task["resources"], read_options(path), path.read_text()
+    assert int(options["nodes"]) == task["num_nodes"]
+    assert options["ntasks-per-node"] == "1"
+    assert options["gpus-per-node"] == resources["accelerators"].split(":")[1]
+    assert options["cpus-per-task"] == resources["cpus"].rstrip("+")
+    assert options["mem"] == f"{resources['memory'].rstrip('+')}G"
+    (script,) = set(re.findall(r"sky/\w+_node\.sh", task["run"]))
+    assert re.findall(r"^(?:srun |run_and_report ).*?(sky/\w+_node\.sh)", text, re.M) == [script]
+    defaults = dict(re.findall(r"\b([A-Z_]+)=\$\{\1:-(.*?)\}", text))
+    assert defaults.items() - {("PORT", "8000")} <= task["envs"].items()
+
+
+def test_every_task_has_a_batch_job() -> None:
+    assert {path.stem for path in SKY.glob("*.yaml")} - {path.stem.split("_")[0] for path in BATCH_JOBS} == set()
 
 
 def test_torchrun_is_started_only_by_run_node() -> None:

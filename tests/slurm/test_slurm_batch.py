@@ -140,6 +140,17 @@ def test_a_job_with_an_invalid_config_ends_with_exit_code_2(cluster: Cluster, cl
     assert not job.run.folder.exists()
 
 
+def test_a_task_for_each_gpu_is_refused_with_what_to_write(cluster: Cluster, clone: Path, trial: str) -> None:
+    job = Job(cluster, clone, trial, "tasks", options="--ntasks-per-node=8 --cpus-per-task=1")
+    assert job.wait_for_state("FAILED")["ExitCode"] == "2:0"
+    assert "16 tasks on 2 nodes" in job.text(".err")
+    variables = f"CONFIG={trial} FCTUNE_CPU_RANKS=1 FCTUNE_SHARED=/mnt/shared FCTUNE_NETWORK=/mnt/network"
+    step = "srun --nodes=2 --ntasks-per-node=2 sky/run_node.sh"
+    said = cluster.ssh(f"cd {clone} && {{ {variables} {step} 2>&1; echo code $?; }}")
+    assert "srun started this script in 4 tasks on 2 nodes" in said
+    assert "code 2" in said
+
+
 def test_a_node_without_the_shared_disk_stops_both_nodes_with_one_line_each(
     cluster: Cluster, clone: Path, trial: str
 ) -> None:

@@ -173,6 +173,22 @@ def test_a_managed_job_whose_node_dies_recovers_and_resumes_at_the_right_step(
     assert re.search(r"managed .* 1 +SUCCEEDED", queue), queue
 
 
+def test_a_managed_job_with_an_invalid_config_is_not_run_again(cluster: Cluster, sky: SkyPilot) -> None:
+    before = {path.name for path in (cluster.shared / "restarts").glob("*.final")}
+    env_options = list_envs("configs/tiny_lorra.yaml")
+    sky.run("jobs", "launch", "--yes", "--detach-run", "--name", "wrong", TASK, *env_options, timeout_s=180)
+
+    def failed() -> str:
+        shown = sky.run("jobs", "queue", "--all").stdout
+        return shown if re.search(r"wrong .* FAILED", shown) else ""
+
+    queue = wait_until(failed, "the job has failed", 300)
+    # Once more if SkyPilot has seen only the kill of the other node; that start ends in the set-up.
+    assert re.search(r"wrong .* (0 +FAILED|1 +FAILED_SETUP)\b", queue), queue
+    (final,) = [path for path in (cluster.shared / "restarts").glob("*.final") if path.name not in before]
+    assert final.read_text() == "2\n"
+
+
 def succeeded(sky: SkyPilot) -> str:
     shown = sky.run("jobs", "queue", "--all").stdout
     return shown if "SUCCEEDED" in shown else ""

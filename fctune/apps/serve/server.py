@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 
 import httpx
@@ -18,6 +19,10 @@ from fctune.base.processes import Child
 
 _POLL_S = 0.5
 _GRACE_S = 30.0
+_IDLE_POLLS = 20  # looks at the metrics within the limit
+_LOAD = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+# Requests that start and end between two looks change these.
+_WORK = ("vllm:request_success_total", "vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
 
 class ServerEndedError(Exception):
@@ -31,7 +36,8 @@ def run_server(
     start_limit_s: float = 1800.0,
     environment: Mapping[str, str] | None = None,
     host: str = "127.0.0.1",
-) -> None:
+    idle_limit_s: float | None = None,
+) -> bool:
     """Run a server with OpenAI's API until this process is asked to end: by SIGTERM, SIGHUP or Ctrl-C.
 
     Every process that the server started ends with it. If this process is killed, Linux asks the server to end.
@@ -43,10 +49,14 @@ def run_server(
         start_limit_s: Seconds after which a server that is not healthy is ended.
         environment: Variables over those of this process.
         host: Where this machine reaches the server; IPv6 addresses are in brackets.
+        idle_limit_s: Seconds without work, by vLLM's metrics, after which the server is ended; None: never.
+
+    Returns:
+        True if the server was ended because it was idle.
 
     Raises:
         ConfigError: The port is taken, the program cannot be started, or the server ended or hung before it was
-            healthy.
+            healthy, or has no metrics that show whether it is idle.
         ServerEndedError: The server ended by itself after it was healthy.
     """
     if (problem := find_port_problem(port)) is not None:
@@ -64,15 +74,20 @@ def run_server(
         try:
             started = time.monotonic()
             is_announced = False
+            idle: IdleWatch | None = None
             while not signals and (code := process.code) is None:
                 if not is_announced and _is_healthy(client, f"http://{host}:{port}/health"):
                     announce(time.monotonic() - started)
                     is_announced = True
+                    if idle_limit_s is not None:
+                        idle = IdleWatch(client, f"http://{host}:{port}/metrics", idle_limit_s)
+                if idle is not None and idle.is_over():
+                    return True
                 if not is_announced and time.monotonic() - started > start_limit_s:
                     raise ConfigError(f"the server is not healthy after {start_limit_s:.0f} s; its output is above.")
                 time.sleep(_POLL_S)
             if signals:
-                return
+                return False
             assert code is not None
             ending = _describe_ending(code)
             if not is_announced:
@@ -106,6 +121,63 @@ def _is_healthy(client: httpx.Client, url: str) -> bool:
         return client.get(url).status_code == 200
     except (httpx.HTTPError, httpx.InvalidURL):  # a server at such an address ends by itself
         return False
+
+
+class IdleWatch:
+    """Time since a server of vLLM last had work.
+
+    Args:
+        client: How to ask it.
+        url: Its metrics.
+        limit_s: Seconds without work after which it is idle; they count from now.
+    """
+
+    def __init__(self, client: httpx.Client, url: str, limit_s: float) -> None:
+        self._client, self._url, self._limit_s = client, url, limit_s
+        self._poll_s = limit_s / _IDLE_POLLS
+        self._looked = self._worked = time.monotonic()
+        self._seen: dict[str, float] | None = None
+
+    def is_over(self) -> bool:
+        """Return whether the server has been idle for longer than the limit.
+
+        Metrics that do not arrive show no work, so that a server that hangs is idle.
+
+        Raises:
+            ConfigError: The metrics do not show requests.
+        """
+        now = time.monotonic()
+        if now - self._looked >= self._poll_s:
+            self._looked = now
+            try:
+                answer = self._client.get(self._url)
+            except httpx.HTTPError:
+                pass
+            else:
+                self._compare(_sum_metrics(answer.text))
+        return now - self._worked > self._limit_s
+
+    def _compare(self, metrics: dict[str, float]) -> None:
+        if missing := [name for name in _LOAD if name not in metrics]:
+            raise ConfigError(
+                f"--stop-idle: {self._url} has no {missing[0]}, which shows whether the server is idle. Leave out "
+                "--stop-idle, or what turns vLLM's metrics off."
+            )
+        work = {name: metrics.get(name, 0.0) for name in _WORK}
+        if any(metrics[name] for name in _LOAD) or (self._seen is not None and work != self._seen):
+            self._worked = time.monotonic()
+        self._seen = work
+
+
+def _sum_metrics(text: str) -> dict[str, float]:
+    """Sum the samples of each metric in Prometheus' text format, over engines and models."""
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in _LOAD or name in _WORK:
+            with suppress(ValueError):
+                sums[name] = sums.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return sums
 
 
 def _describe_ending(code: int) -> str:

@@ -74,6 +74,15 @@ def load_job() -> dict[str, dict[str, Any]]:
     return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(JOB.read_text())}
 
 
+def rdma_of_training() -> dict[str, str]:
+    """Return the RDMA devices that a pod of sky/k8s/train-jobset.yaml requests."""
+    (job,) = yaml.safe_load((JOB.parent / "train-jobset.yaml").read_text())["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    found = {name: number for name, number in container["resources"]["limits"].items() if name.startswith("rdma/")}
+    assert found
+    return found
+
+
 def test_the_job_requests_what_the_config_requires_on_two_different_nodes() -> None:
     job, service = load_job()["Job"]["spec"], load_job()["Service"]
     pod = job["template"]["spec"]
@@ -83,7 +92,7 @@ def test_the_job_requests_what_the_config_requires_on_two_different_nodes() -> N
     assert job["completions"] == job["parallelism"] == config.nodes == 2
     assert job["backoffLimit"] == 0
     assert job["activeDeadlineSeconds"] > config.limits.arrive_s + config.limits.total_s + config.limits.build_s
-    requested = {"nvidia.com/gpu": "8", "cpu": "64", "memory": "1400Gi"}
+    requested = {"nvidia.com/gpu": "8", "cpu": "64", "memory": "1400Gi"} | rdma_of_training()
     assert container["resources"] == {"requests": requested, "limits": requested}
     assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     rule = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
@@ -92,6 +101,7 @@ def test_the_job_requests_what_the_config_requires_on_two_different_nodes() -> N
     assert rule["labelSelector"]["matchLabels"] == service["spec"]["selector"] == {"job-name": name}
     environment = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert environment["DEVICES"] == str(config.ranks_per_node)
+    assert environment["NCCL_IB_HCA"] == "mlx5", "as the runs that follow"
     assert environment["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"

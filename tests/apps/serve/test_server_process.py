@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,17 +44,34 @@ sys.exit(run_server(command, int(sys.argv[1]), lambda seconds: print(f"ready {se
 """
 
 
-# Stands in for a Python with vLLM: has the module, and serves /health where it is told.
+# Stands in for a Python with vLLM: has the module, and serves /health and vLLM's metrics where it is told. A request
+# takes as long as its path says.
 PYTHON = f"""#!{sys.executable}
-import http.server, sys
+import http.server, sys, time
 if sys.argv[1] == "-c":
     sys.exit(0)
+running = served = 0
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
+        global running, served
+        text = b""
+        if self.path == "/metrics" and "--without-metrics" not in sys.argv:
+            lines = ["# TYPE vllm:num_requests_running gauge"]
+            for engine, number in ((0, running), (1, 0)):
+                label = '{{model_name="a b}}",engine="' + str(engine) + '"}} '
+                lines += [f"vllm:num_requests_running{{label}}{{number}}.0", f"vllm:num_requests_waiting{{label}}0.0"]
+                lines += [f"vllm:prompt_tokens_total{{label}}{{7 * served}}.0"]
+            text = "\\n".join(lines).encode()
+        elif self.path.startswith("/v1/"):
+            running += 1
+            time.sleep(float(self.path.removeprefix("/v1/")))
+            running -= 1
+            served += 1
+        self.send_response(200)
         self.end_headers()
+        self.wfile.write(text)
 host, port = (sys.argv[sys.argv.index(option) + 1] for option in ("--host", "--port"))
-http.server.HTTPServer((host, int(port)), Handler).serve_forever()
+http.server.ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
 """
 
 
@@ -157,6 +175,60 @@ def test_a_server_at_another_address_is_announced_without_a_proxy_and_its_death_
     _, said = process.communicate(timeout=60)
     assert re.search(r"^the server was killed by signal SIGKILL after \d+ s; its output is above\.\n\Z", said, re.M)
     assert process.returncode == 1
+
+
+def ask(url: str, seconds: float) -> None:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/{seconds}", timeout=60) as answer:
+        assert answer.status == 200
+
+
+def test_an_idle_server_is_ended_and_one_with_requests_is_not(python: str) -> None:
+    limit_s = 4.0
+    process = serve(python, "--stop-idle", str(limit_s / 60), "--vllm=--host 127.0.0.1")
+    assert process.stdout is not None
+    try:
+        assert "vllm.entrypoints" in process.stdout.readline()
+        (url,) = re.findall(r"^ready after \d+ s: (\S+) ", process.stdout.readline())
+        (server,) = psutil.Process(process.pid).children()
+        began = time.monotonic()
+        while time.monotonic() - began < 1.5 * limit_s:  # none of them is running when the metrics are read
+            ask(url, 0)
+            time.sleep(0.5)
+        assert process.poll() is None
+        ask(url, 1.5 * limit_s)  # one that takes longer than the limit
+        ended = time.monotonic()
+        said = process.communicate(timeout=60)[0]
+        assert process.returncode == 0
+        assert time.monotonic() - ended > limit_s / 2
+        assert said == f"stopped after {limit_s / 60:g} minutes without a request (--stop-idle)\n"
+        assert has_ended(server.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_whose_metrics_show_no_requests_is_refused_with_stop_idle(python: str) -> None:
+    port = find_port()
+    command = [python, "--host", "127.0.0.1", "--port", str(port), "--without-metrics"]
+    with pytest.raises(ConfigError, match=rf"--stop-idle: http://127\.0\.0\.1:{port}/metrics has no vllm:num_"):
+        run_server(command, port, lambda _: None, idle_limit_s=2.0)
+
+
+def test_wrong_minutes_and_a_server_without_metrics_are_refused_before_the_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for minutes in ("-1", "nan", "inf"):
+        assert main(["serve", str(TINY_BASE), f"--stop-idle={minutes}"]) == 2
+        assert f"--stop-idle {minutes}: expected minutes, or 0 for never" in capsys.readouterr().err
+    assert main(["serve", str(TINY_BASE), "--stop-idle", "5", "--vllm=--disable-log-stats"]) == 2
+    assert "Leave out --disable-log-stats of --vllm" in capsys.readouterr().err
+
+
+def test_a_server_that_hangs_is_idle() -> None:
+    hanging = SERVER.replace("self.send_response(", "self.path == '/metrics' and time.sleep(600); self.send_response(")
+    port = find_port()
+    command = [sys.executable, "-c", hanging, str(port), os.devnull]
+    assert run_server(command, port, lambda _: None, idle_limit_s=1.0) is True
 
 
 def test_a_healthy_server_that_ends_by_itself_is_an_error_with_its_code() -> None:
