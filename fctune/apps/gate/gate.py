@@ -17,7 +17,7 @@ from fctune.apps.gate.page import Answers, write_gate_html
 from fctune.apps.gate.plan import Plan, make_plan
 from fctune.apps.gate.remedies import combine, find_remedies, make_commands
 from fctune.apps.gate.report import NO_LINE, GateReport
-from fctune.apps.gate.served import ask_served, check_servers, make_tables
+from fctune.apps.gate.served import ask_served, check_servers, find_ignored, make_tables
 from fctune.base.errors import ConfigError, DataError
 from fctune.config.intervals import format_count
 from fctune.config.sections.gate import GateConfig
@@ -93,7 +93,7 @@ def run_gate(
         "blocks"
         for line in still_blocking
     ]
-    warnings = [*stopped, *blind, *warnings, *missing]
+    warnings = [*stopped, *blind, *warnings, *missing, *find_ignored(answers)]
     report = GateReport(
         base, tuned, tuple(judged), not_run, settings, tuple(warnings), commands, tables, still_blocking
     )
@@ -109,7 +109,7 @@ def _ask(
     try:
         if plan.held_out is not None:
             asked[plan.held_out.suite.name] = model.ask(plan.held_out.suite, config, folder, is_fresh, log)
-            asked |= ask_served(model, plan.held_out, config, folder, is_fresh, log)
+            asked |= ask_served(model, plan.held_out, config, folder, is_fresh, log, plan.not_run)
         for sample, suite in list(plan.samples):
             try:
                 asked[suite.name] = model.ask(suite, config, folder, is_fresh, log)

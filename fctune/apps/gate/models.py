@@ -18,20 +18,25 @@ from fctune.config.server_address import parse_base_url
 from fctune.data.chat_template import MissingTemplateError, load_tokenizer
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import read_template_args
-from fctune.engines.engine import Engine, Sampling
+from fctune.engines.engine import Engine, Prompt, Sampling
 from fctune.engines.model_files import ModelFiles
 from fctune.engines.opening import find_files, open_engine
 from fctune.engines.server import ServerEngine
 from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.judge import Row
 from fctune.tasks.suite import Suite
+from fctune.tasks.task import Case
 
 _CONCURRENCY = 16
 _HEARTBEAT_S = 30.0
 
 
 class ServerGoneError(ConfigError):
-    """A server stopped answering in the middle of a gate."""
+    """A server stopped answering in the middle of a gate; ``outage`` is what it said last."""
+
+    def __init__(self, message: str, outage: str):
+        super().__init__(message)
+        self.outage = outage
 
 
 @dataclass
@@ -121,9 +126,15 @@ class GateModel:
             raise ServerGoneError(
                 f"{self.model}: the server of the {'base' if self.side == 'base' else 'result'} is gone: {outage}. "
                 f"{num_failed:,} of {format_count(len(rows), 'case')} of {suite.name} have no answer, so nothing is "
-                "judged. Start it again; the same command asks what is missing."
+                "judged. Start it again; the same command asks what is missing.",
+                outage,
             )
         return {row["id"]: row for row in rows}
+
+    def can_answer(self, case: Case, config: GateConfig) -> bool:
+        """Return True if the model answers a case now."""
+        (answer,) = self.open(config)[0].answer([Prompt(case.prompt, config.max_new_tokens)])
+        return answer.error is None
 
 
 class _Heartbeat:
