@@ -82,6 +82,7 @@ def run_gate(
     answers = {model.side: _ask(model, plan, config, folder, is_fresh, log) for model in (before, after)}
     for name in answers[before.side].keys() - answers[after.side].keys():  # of a benchmark that only the base answered
         del answers[before.side][name]
+    warnings += [_tell_kept(model) for model in (before, after) if model.num_kept]
     lines, not_run, missing = make_lines(plan, answers[before.side], answers[after.side])
     judged, commands = _judge(lines, config.accepted_fall, history)
     blind = [f"{line.line.name}: {why}" for line in judged if (why := line.blindness or line.shortage) is not None]
@@ -121,6 +122,14 @@ def _ask(
     finally:
         model.close()
     return asked
+
+
+def _tell_kept(model: GateModel) -> str:
+    count = format_count(model.num_kept, "answer is", "answers are")
+    return (
+        f"{model.side}: {count} of an earlier gate, and {model.model} does not tell its weights: if they have changed "
+        "since, pass --fresh"
+    )
 
 
 def _judge(

@@ -52,6 +52,7 @@ class GateModel:
         template_args: Switches of the template, over those recorded with it.
         request: Fields that are merged into each request to a server.
         is_streamed: A server streams its answers.
+        num_kept: Number of answers of an earlier gate, of a server that does not tell which weights gave them.
     """
 
     side: str
@@ -62,6 +63,7 @@ class GateModel:
     template_args: dict[str, Any] | None = None
     request: Mapping[str, Any] = field(default_factory=dict)
     is_streamed: bool = False
+    num_kept: int = field(default=0, init=False)
     _opened: tuple[Engine, CallFormat | None] | None = field(default=None, init=False)
 
     @property
@@ -107,6 +109,8 @@ class GateModel:
         engine, call_format = self.open(config)
         results = ResultsFile(folder / f"{self.side}.{suite.name}.jsonl")
         kept = 0 if is_fresh else results.count()
+        if self.has_server and "served_digest" not in engine.describe():
+            self.num_kept += kept
         before = f", {kept:,} of them answered before" if kept else ""
         log(f"{self.side}: {suite.name}, {format_count(len(suite.all_cases), 'case')}{before}")
         with _Heartbeat(log, f"{self.side}: {suite.name}", len(suite.all_cases), kept) as heartbeat:

@@ -108,12 +108,36 @@ def test_a_second_gate_asks_nothing_again_and_other_settings_are_named(
         again = run_gate(base.url, tuned.url, tmp_path, cases=cases, config=config, log=lines.append)
         assert "40 of them answered before" in lines[0], "the server may have another model by now"
         assert (len(base.bodies), len(tuned.bodies)) == asked
-        assert again.to_json() == first.to_json()
+        kept = [f"{side}: 40 answers are of an earlier gate" for side in ("base", "tuned")]
+        assert [warning.partition(",")[0] for warning in again.warnings if warning not in first.warnings] == kept
+        assert again.to_json() | {"warnings": None} == first.to_json() | {"warnings": None}
         other = GateConfig(benchmarks=[], max_cases=20, max_new_tokens=99)
         with pytest.raises(ConfigError, match=r"(?s)max_new_tokens.*--fresh"):
             run_gate(base.url, tuned.url, tmp_path, cases=cases, config=other, **QUIET)
         run_gate(base.url, tuned.url, tmp_path, cases=cases, config=other, is_fresh=True, **QUIET)
         assert len(base.bodies) == 2 * asked[0]
+
+
+def test_answers_of_other_weights_at_the_same_address_are_not_judged(
+    tiny_base: Path, copy_model: Callable[[Path, str], Path], tmp_path: Path
+) -> None:
+    folder = copy_model(tiny_base, "served")
+    models = json.dumps({"data": [{"id": "tiny", "root": str(folder)}]}).encode()
+    suite = Suite("held_out", (Case("1", "call", Conversation((Message("user", "Hi"),), ()), ()),))
+    with serve(lambda handler, number, body: handler.say("Hello."), models) as server:
+
+        def ask(is_fresh: bool = False) -> GateModel:
+            model = GateModel("tuned", server.url, None)
+            model.ask(suite, GateConfig(), tmp_path / "out", is_fresh, lambda line: None)
+            return model
+
+        ask()
+        assert ask().num_kept == 0, "the weights are known to be the same"
+        (folder / "model.safetensors").write_bytes(b"other weights")
+        with pytest.raises(ConfigError, match=r"(?s)served_digest: was .*--fresh"):
+            ask()
+        ask(is_fresh=True)
+        assert len(server.bodies) == 2
 
 
 def test_a_gate_tells_how_far_each_model_is(
