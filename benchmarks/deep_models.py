@@ -76,7 +76,9 @@ FAMILIES = {
     "Qwen/Qwen3-32B": Family("qwen3", *_QWEN),
     "Qwen/Qwen3-30B-A3B-Instruct-2507": Family("qwen3_instruct_2507", *_QWEN),
     "Qwen/Qwen3.5-0.8B": Family("qwen3_5_nothink", *_QWEN, config_eos="<|endoftext|>"),
+    "Qwen/Qwen3.5-2B": Family("qwen3_5_nothink", *_QWEN, config_eos="<|endoftext|>"),
     "Qwen/Qwen3.5-4B": Family("qwen3_5_think", *_QWEN, config_eos="<|endoftext|>"),
+    "Qwen/Qwen3.5-9B": Family("qwen3_5_think", *_QWEN, config_eos="<|endoftext|>"),
     "openai/gpt-oss-20b": Family(
         "gptoss", "<|startoftext|>", "<|return|>", "<|endoftext|>", ("<|endoftext|>", "<|call|>")
     ),

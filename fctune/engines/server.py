@@ -9,9 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fctune.base.errors import ConfigError, DataError
+from fctune.base.network import is_loopback
 from fctune.config.server_address import parse_base_url
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message, Tool
@@ -30,6 +33,7 @@ from fctune.engines.server_answers import (
     read_token_ids,
     time_events,
 )
+from fctune.models.hub import digest_model
 
 # Distance of the seeds of a prompt's samples: seeds that users choose are close to each other, and must not meet.
 _SEED_STEP = 1_000_003
@@ -109,12 +113,17 @@ class ServerEngine:
         self.model = self._find_model(model)
 
     def describe(self) -> dict[str, Any]:
-        """Return the address, the model's name and the settings of requests, without the API key."""
+        """Return the address, the model's name and the settings of requests, without the API key.
+
+        A server that tells the directory of its model, as vLLM does, is described by it, and by a digest of the weights
+        if it runs on this machine.
+        """
         sampling = self.sampling if self.sampling.temperature > 0 else Sampling()
         switches = {"template_args": self._template_args} if self._template_args else {}
         return {
             "model": self.url,
             "served_model": self.model,
+            **self._describe_weights(),
             "request": self._request,
             "temperature": sampling.temperature,
             "seed": sampling.seed,
@@ -236,6 +245,13 @@ class ServerEngine:
         own, name = template.encode_prompt(_PROBE), f"{self.url}: {self.model}"
         require_equal_ids(name, template, "tokenizer or chat template", "prompt", own, answer.tokens.prompt_ids)
 
+    def _describe_weights(self) -> dict[str, str]:
+        root = next((row.get("root") for row in self._listed if row["id"] == self.model), None)
+        if not isinstance(root, str) or not root:
+            return {}
+        is_here = is_loopback(urlsplit(self.url).hostname or "") and Path(root).is_absolute() and Path(root).is_dir()
+        return {"served_from": root, **({"served_digest": digest_model(Path(root))} if is_here else {})}
+
     def _find_model(self, model: str | None) -> str:
         try:
             listed = self._client.get("/models")
@@ -245,7 +261,7 @@ class ServerEngine:
             if error.status in (401, 403):
                 raise ConfigError(f"{self.url}: {self._key_hint} ({error}). Set {self._key_variable}.") from None
             listed = None
-        rows = read_models(listed)
+        rows = self._listed = read_models(listed)
         self._server_name = next((str(row["owned_by"]) for row in rows if row.get("owned_by")), "the server")
         if model is not None:
             return model

@@ -23,8 +23,8 @@ from itertools import islice
 from typing import Any, Literal
 
 from fctune.base.errors import DataError
-from fctune.calls.answers import ends_inside_call, read_text
-from fctune.calls.formats.base import CallFormat
+from fctune.calls.answers import ends_inside_call, find_unread_call, read_text
+from fctune.calls.formats.base import CallFormat, Malformed, Parsed
 from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool, to_encodable
@@ -164,8 +164,11 @@ class Episode:
         reading = read_answer(answer, call_format, self.state.tools)
         parsed = reading.strict if acts_on == "strict" else reading.lenient
         step = Step(answer, reading, parsed, () if parsed.malformed else tuple(map(self._with_id, parsed.calls)))
-        if call_format is not None and reading.strict.malformed and not answer.is_cut:
-            step.is_open = ends_inside_call(answer.text, call_format, reading, self.state.tools, answer.reasoning)
+        if reading.strict.malformed and not answer.is_cut:
+            if call_format is not None:
+                step.is_open = ends_inside_call(answer.text, call_format, reading, self.state.tools, answer.reasoning)
+            elif (unread := _find_unread_call(answer, self.state.tools)) is not None:
+                step.is_open = unread[1]
         self.steps.append(step)
         self.transcript.append(answer.text)
         return step
@@ -373,8 +376,19 @@ def read_answer(answer: Answer, call_format: CallFormat | None, tools: Sequence[
     """
     if call_format is not None and not answer.choices:
         return read_text(answer.text, call_format, tools, answer.reasoning)
-    prose = answer.reasoning.blank(answer.text) if answer.reasoning else answer.text
-    return read_tool_calls(answer.tool_calls or (), prose.strip())
+    if (unread := _find_unread_call(answer, tools)) is not None:
+        parsed = Parsed((), (unread[0],), _get_prose(answer)[: unread[0].start].strip())
+        return Reading(parsed, parsed)
+    return read_tool_calls(answer.tool_calls or (), _get_prose(answer).strip())
+
+
+def _find_unread_call(answer: Answer, tools: Sequence[Tool]) -> tuple[Malformed, bool] | None:
+    """Return the call that a server left in the text of an answer; None if it read calls, or there is none."""
+    return None if answer.tool_calls or answer.choices else find_unread_call(_get_prose(answer), tools)
+
+
+def _get_prose(answer: Answer) -> str:
+    return answer.reasoning.blank(answer.text) if answer.reasoning else answer.text
 
 
 def with_one_call_each(messages: Sequence[Message]) -> tuple[Message, ...]:

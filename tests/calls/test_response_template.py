@@ -6,10 +6,12 @@ import json
 import random
 import shutil
 from collections import Counter
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers.utils.chat_parsing import ResponseParser
 
@@ -33,14 +35,20 @@ from fctune.calls.response_template import (
 )
 from fctune.calls.server_parsers import find_server_parsers
 from fctune.config.chat_templates import list_shipped_templates
-from fctune.config.sections.data import DataConfig
+from fctune.config.sections.data import DataConfig, SourceConfig
+from fctune.config.sections.evaluation import EvalConfig
 from fctune.config.sections.gate import GateConfig
+from fctune.config.sections.grpo import GRPOConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import open_chosen_template
-from fctune.data.conversation import Call, Conversation, Message
-from fctune.data.synthetic import iter_cases
+from fctune.data.conversation import Call, Conversation, Message, Tool
+from fctune.data.pairs import PAIRS_FORMAT, Pair, PairReader
+from fctune.data.sources import scan_source
+from fctune.data.synthetic import iter_cases, iter_conversations
+from fctune.data.synthetic.pairs import make_pairs
 from fctune.models.export import Prompting, choose_response, copy_companions
 from fctune.tasks.evaluation.validation import Validator
+from fctune.training import response_check
 from fctune.training.response_check import check_response_template
 from tests.calls.response_samples import END, EXPRESSED, KINDS, make_spec, read_calls
 from tests.calls.server_outputs import make_outputs
@@ -253,22 +261,88 @@ def test_a_declaration_that_is_none_is_an_error(spec: dict[str, Any], words: str
         DeclaredFormat(spec)
 
 
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """Write an export with the response template that training gives it."""
+    folder = Path(shutil.copytree(TINY_BASE, tmp_path / "merged"))
+    write_response_template(folder, choose_response(TINY_BASE, None))
+    return folder
+
+
+def make_planned(data: DataConfig | None = None, prepared: Any = None, **sections: Any) -> Any:
+    """Return what the check reads of a run."""
+    config = SimpleNamespace(
+        **{"data": data or DataConfig(), "gate": None, "eval": EvalConfig(), "grpo": None, **sections}
+    )
+    return SimpleNamespace(
+        model_dir=TINY_BASE, chat_template=None, config=config, data=SimpleNamespace(prepared=prepared)
+    )
+
+
+def write_cases(path: Path, count: int = 20) -> int:
+    """Write held-out cases, and return the number of their calls."""
+    rows = [case.to_json() for case in iter_cases(count, 3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return sum(len(row["expected_calls"]) for row in rows)
+
+
 def test_every_export_is_checked_with_the_gate_s_cases_where_no_row_is_held_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    exported: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chosen, exports = choose_response(TINY_BASE, None), [tmp_path / "merged", tmp_path / "adapter"]
-    for export in exports:
-        shutil.copytree(TINY_BASE, export)
-        write_response_template(export, chosen)
+    exports = [exported, Path(shutil.copytree(exported, tmp_path / "adapter"))]
     path = exports[1] / "tokenizer_config.json"
     path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != KEY}))
-    cases = tmp_path / "cases.jsonl"
-    cases.write_text("".join(json.dumps(case.to_json()) + "\n" for case in iter_cases(20, 3)))
-    config = SimpleNamespace(data=DataConfig(), gate=GateConfig(cases=str(cases)))
-    data = SimpleNamespace(prepared=SimpleNamespace(packs={"validation": ((), ())}))
-    planned: Any = SimpleNamespace(model_dir=TINY_BASE, chat_template=None, config=config, data=data)
+    num_calls = write_cases(cases := tmp_path / "cases.jsonl")
+    empty = SimpleNamespace(packs={"validation": ((), ())})
+    planned = make_planned(prepared=empty, gate=GateConfig(cases=str(cases)))
     whole = check_response_template(planned, exports[:1])
-    assert whole["read"] == whole["calls"] > 0
+    assert whole["read"] == whole["calls"] == num_calls
     found = check_response_template(planned, exports)
     assert found["read"] < found["calls"] == whole["calls"]
     assert f"{exports[1]}: its response_template reads" in caplog.text
+
+
+def test_runs_on_verdicts_are_checked_with_the_cases_that_they_name(
+    exported: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_calls = write_cases(cases := tmp_path / "cases.jsonl")
+    grpo = GRPOConfig(cases=str(cases))
+    assert check_response_template(make_planned(grpo=grpo), [exported])["read"] == num_calls
+    fewer = write_cases(held_out := tmp_path / "held_out.jsonl", 10)
+    found = check_response_template(make_planned(grpo=grpo, eval=EvalConfig(cases=str(held_out))), [exported])
+    assert found["read"] == fewer, "cases that are not trained on come first"
+    assert not caplog.text
+    assert (
+        check_response_template(make_planned(grpo=GRPOConfig(cases="environment:files:10")), [exported])["calls"] == 0
+    )
+    assert "is not checked: no row is held out, and no cases are named" in caplog.text
+
+
+def test_runs_on_pairs_are_checked_with_the_held_out_chosen_answers(exported: Path, tmp_path: Path) -> None:
+    rows = list(make_pairs(iter_conversations("varied", 30, 3), 3))
+    (path := tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = PairReader()
+    pairs = [pair for row in scan_source(str(path), PAIRS_FORMAT) if isinstance(pair := reader.read(row), Pair)]
+    held_out = pairs[::3]
+    prepared = SimpleNamespace(
+        packs={"validation": (np.arange(len(held_out)), ())},
+        digests=np.array([int(pair.digest(), 16) for pair in held_out], dtype=np.uint64),
+    )
+    data = DataConfig(sources=[SourceConfig(path=str(path))], pairs=True)
+    found = check_response_template(make_planned(data, prepared), [exported])
+    num_calls = sum(len(message.calls) for pair in held_out for message in pair.chosen.messages)
+    assert found["read"] == found["calls"] == num_calls > 0
+
+
+def test_all_held_out_conversations_are_checked_or_the_log_says_how_many(
+    exported: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = Message("assistant", None, (Call("f", {}),))
+    conversation = Conversation((Message("user", "Go"), call), (Tool({"name": "f"}),))
+    monkeypatch.setattr(response_check, "_iter_conversations", lambda planned: repeat(conversation, 2_100))
+    found = check_response_template(make_planned(), [exported])
+    assert found["read"] == found["calls"] == 2_100
+    assert not caplog.text
+    monkeypatch.setattr(response_check, "_MAX_S", -1.0)
+    assert check_response_template(make_planned(), [exported])["calls"] == 0
+    assert "is checked on the first 0 calls of the held-out rows" in caplog.text

@@ -67,7 +67,9 @@ CASES |= {
     "qwen3_8b_lora": Case(public("Qwen/Qwen3-8B"), 8_190_735_360, 87_293_952, *ALONE),
     "qwen3_32b_lora": Case(public("Qwen/Qwen3-32B"), 32_762_123_264, 268_435_456, 1, 8, ("ddp", 8, 1)),
     "qwen3_5_0_8b_lora": Case(public("Qwen/Qwen3.5-0.8B"), 752_393_024, 21_645_312, *ALONE),
+    "qwen3_5_2b_lora": Case(public("Qwen/Qwen3.5-2B"), 1_881_825_088, 33_638_400, *ALONE),
     "qwen3_5_4b_lora": Case(public("Qwen/Qwen3.5-4B"), 4_205_751_296, 64_929_792, *ALONE),
+    "qwen3_5_9b_lora": Case(public("Qwen/Qwen3.5-9B"), 8_953_803_264, 86_556_672, *ALONE),
     "qwen3_30b_a3b_lora": Case(
         public("Qwen/Qwen3-30B-A3B-Instruct-2507"), 30_532_122_624, 26_738_688, 1, 8, ("ddp", 8, 1)
     ),

@@ -17,7 +17,7 @@ from fctune.apps.gate.page import Answers, write_gate_html
 from fctune.apps.gate.plan import Plan, make_plan
 from fctune.apps.gate.remedies import combine, find_remedies, make_commands
 from fctune.apps.gate.report import NO_LINE, GateReport
-from fctune.apps.gate.served import ask_served, check_servers, make_tables
+from fctune.apps.gate.served import ask_served, check_servers, find_ignored, make_tables
 from fctune.base.errors import ConfigError, DataError
 from fctune.config.intervals import format_count
 from fctune.config.sections.gate import GateConfig
@@ -82,6 +82,7 @@ def run_gate(
     answers = {model.side: _ask(model, plan, config, folder, is_fresh, log) for model in (before, after)}
     for name in answers[before.side].keys() - answers[after.side].keys():  # of a benchmark that only the base answered
         del answers[before.side][name]
+    warnings += [_tell_kept(model) for model in (before, after) if model.num_kept]
     lines, not_run, missing = make_lines(plan, answers[before.side], answers[after.side])
     judged, commands = _judge(lines, config.accepted_fall, history)
     blind = [f"{line.line.name}: {why}" for line in judged if (why := line.blindness or line.shortage) is not None]
@@ -93,7 +94,7 @@ def run_gate(
         "blocks"
         for line in still_blocking
     ]
-    warnings = [*stopped, *blind, *warnings, *missing]
+    warnings = [*stopped, *blind, *warnings, *missing, *find_ignored(answers)]
     report = GateReport(
         base, tuned, tuple(judged), not_run, settings, tuple(warnings), commands, tables, still_blocking
     )
@@ -109,7 +110,7 @@ def _ask(
     try:
         if plan.held_out is not None:
             asked[plan.held_out.suite.name] = model.ask(plan.held_out.suite, config, folder, is_fresh, log)
-            asked |= ask_served(model, plan.held_out, config, folder, is_fresh, log)
+            asked |= ask_served(model, plan.held_out, config, folder, is_fresh, log, plan.not_run)
         for sample, suite in list(plan.samples):
             try:
                 asked[suite.name] = model.ask(suite, config, folder, is_fresh, log)
@@ -121,6 +122,14 @@ def _ask(
     finally:
         model.close()
     return asked
+
+
+def _tell_kept(model: GateModel) -> str:
+    count = format_count(model.num_kept, "answer is", "answers are")
+    return (
+        f"{model.side}: {count} of an earlier gate, and {model.model} does not tell its weights: if they have changed "
+        "since, pass --fresh"
+    )
 
 
 def _judge(

@@ -18,20 +18,25 @@ from fctune.config.server_address import parse_base_url
 from fctune.data.chat_template import MissingTemplateError, load_tokenizer
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import read_template_args
-from fctune.engines.engine import Engine, Sampling
+from fctune.engines.engine import Engine, Prompt, Sampling
 from fctune.engines.model_files import ModelFiles
 from fctune.engines.opening import find_files, open_engine
 from fctune.engines.server import ServerEngine
 from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.judge import Row
 from fctune.tasks.suite import Suite
+from fctune.tasks.task import Case
 
 _CONCURRENCY = 16
 _HEARTBEAT_S = 30.0
 
 
 class ServerGoneError(ConfigError):
-    """A server stopped answering in the middle of a gate."""
+    """A server stopped answering in the middle of a gate; ``outage`` is what it said last."""
+
+    def __init__(self, message: str, outage: str):
+        super().__init__(message)
+        self.outage = outage
 
 
 @dataclass
@@ -47,6 +52,7 @@ class GateModel:
         template_args: Switches of the template, over those recorded with it.
         request: Fields that are merged into each request to a server.
         is_streamed: A server streams its answers.
+        num_kept: Number of answers of an earlier gate, of a server that does not tell which weights gave them.
     """
 
     side: str
@@ -57,6 +63,7 @@ class GateModel:
     template_args: dict[str, Any] | None = None
     request: Mapping[str, Any] = field(default_factory=dict)
     is_streamed: bool = False
+    num_kept: int = field(default=0, init=False)
     _opened: tuple[Engine, CallFormat | None] | None = field(default=None, init=False)
 
     @property
@@ -102,6 +109,8 @@ class GateModel:
         engine, call_format = self.open(config)
         results = ResultsFile(folder / f"{self.side}.{suite.name}.jsonl")
         kept = 0 if is_fresh else results.count()
+        if self.has_server and "served_digest" not in engine.describe():
+            self.num_kept += kept
         before = f", {kept:,} of them answered before" if kept else ""
         log(f"{self.side}: {suite.name}, {format_count(len(suite.all_cases), 'case')}{before}")
         with _Heartbeat(log, f"{self.side}: {suite.name}", len(suite.all_cases), kept) as heartbeat:
@@ -121,9 +130,15 @@ class GateModel:
             raise ServerGoneError(
                 f"{self.model}: the server of the {'base' if self.side == 'base' else 'result'} is gone: {outage}. "
                 f"{num_failed:,} of {format_count(len(rows), 'case')} of {suite.name} have no answer, so nothing is "
-                "judged. Start it again; the same command asks what is missing."
+                "judged. Start it again; the same command asks what is missing.",
+                outage,
             )
         return {row["id"]: row for row in rows}
+
+    def can_answer(self, case: Case, config: GateConfig) -> bool:
+        """Return True if the model answers a case now."""
+        (answer,) = self.open(config)[0].answer([Prompt(case.prompt, config.max_new_tokens)])
+        return answer.error is None
 
 
 class _Heartbeat:

@@ -9,7 +9,7 @@ from functools import partial
 from fctune.apps.gate.cases import HeldOutCases
 from fctune.apps.gate.lines import Line
 from fctune.apps.gate.plan import Plan
-from fctune.apps.gate.served import STREAMED
+from fctune.apps.gate.served import LINES, STREAMED
 from fctune.config.intervals import format_count
 from fctune.tasks.evaluation.paired import PairedOutcome
 from fctune.tasks.judge import Row, is_valid
@@ -90,7 +90,7 @@ def make_lines(
         lines = [_tell_made_apart(line, cases) if line.name == "over_calling" else line for line in lines]
         add("over_refusing", OVER_REFUSING, name, cases.partners, _calls_something, cases.note)
         if STREAMED in before:
-            add("calls_streamed", f"{CALLS}, streamed", STREAMED, cases.calls, is_valid)
+            add(LINES[STREAMED], f"{CALLS}, streamed", STREAMED, cases.calls, is_valid)
         attempts = [i for i in everything if _tries_a_call(before[name][i])]
         for defect, title in DEFECT_LINES.items():
             # A base that calls nothing makes no mistakes in calls: a result that has learned to call would seem worse.
@@ -109,7 +109,9 @@ def make_lines(
     for sample, suite in plan.samples:
         ids = [case.id for case in suite.all_cases]
         is_right = _calls_nothing if sample.cause == "over_calling" else is_valid
-        add(sample.name, sample.title, suite.name, ids, is_right, suite.release or "", sample.cause)
+        left_out = [f"left out: {what} ({why})" for what, why in suite.not_run.items()]
+        note = "; ".join(filter(None, [suite.release, *left_out]))
+        add(sample.name, sample.title, suite.name, ids, is_right, note, sample.cause)
     return lines, not_run, warnings
 
 

@@ -126,8 +126,13 @@ class GateReport:
             skipped=str(num_undecided + len(others)),
         )
 
+        notes = {line.line.name: line.line.note for line in self.lines if line.line.note}
+
         def add(name: str) -> ElementTree.Element:
-            return ElementTree.SubElement(suite, "testcase", classname="fctune.gate", name=_to_xml_text(name))
+            case = ElementTree.SubElement(suite, "testcase", classname="fctune.gate", name=_to_xml_text(name))
+            if name in notes:
+                ElementTree.SubElement(case, "system-out").text = _to_xml_text(notes[name])
+            return case
 
         def fail(name: str, verdict: str, text: str) -> None:
             failure = ElementTree.SubElement(add(name), "failure", message=verdict, type=verdict)

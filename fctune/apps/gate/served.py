@@ -9,13 +9,16 @@ from statistics import median
 from typing import Any
 
 from fctune.apps.gate.cases import SUITE, HeldOutCases
-from fctune.apps.gate.models import GateModel
+from fctune.apps.gate.models import GateModel, ServerGoneError
 from fctune.base.errors import ConfigError
+from fctune.config.intervals import format_count
 from fctune.config.sections.gate import GateConfig
+from fctune.tasks.evaluation.results import ResultsError
 from fctune.tasks.judge import Row, is_valid
 from fctune.tasks.suite import Suite
 
 STREAMED, GUIDED = "held_out_streamed", "held_out_guided"
+LINES = {STREAMED: "calls_streamed", GUIDED: "calls_guided"}  # names under which they are listed as not run
 # With it, vLLM constrains the answer by the tools' schemas, so that it is always a readable call.
 _GUIDED_REQUEST = {"tool_choice": "required"}
 
@@ -43,18 +46,68 @@ def ask_served(
     folder: Path,
     is_fresh: bool,
     log: Callable[[str], None],
+    not_run: dict[str, str],
 ) -> dict[str, dict[str, Row]]:
-    """Ask a server the held-out cases as the settings say; returns the rows by suite and case."""
+    """Ask a server the held-out cases as the settings say; returns the rows by suite and case.
+
+    Args:
+        model: The server.
+        cases: The held-out cases.
+        config: Settings of the gate.
+        folder: Directory of the answers.
+        is_fresh: Discard earlier answers.
+        log: Called with lines on the progress.
+        not_run: Why lines are not run, by name. What the server refuses is added, and not asked if it is there.
+    """
+    due = [case for case in cases.suite.cases if case.expected]
+    guided = replace(model, request={**model.request, **_GUIDED_REQUEST})
+    wanted = {
+        STREAMED: (config.streamed, replace(model, is_streamed=True), cases.suite),
+        GUIDED: (config.guided, guided, cases.suite.with_cases(due)),
+    }
     asked: dict[str, dict[str, Row]] = {}
-    if config.streamed:
-        variant = replace(model, is_streamed=True)
-        asked[STREAMED] = variant.ask(_rename(cases.suite, STREAMED), config, folder, is_fresh, log)
-    if config.guided:
-        due = [case for case in cases.suite.cases if case.expected]
-        variant = replace(model, request={**model.request, **_GUIDED_REQUEST})
-        suite = _rename(cases.suite.with_cases(due), GUIDED)
-        asked[GUIDED] = variant.ask(suite, config, folder, is_fresh, log)
+    for name, (is_wanted, variant, suite) in wanted.items():
+        if not is_wanted or LINES[name] in not_run or not suite.cases:
+            continue
+        try:
+            rows = variant.ask(_rename(suite, name), config, folder, is_fresh, log)
+            refused = _find_refusal(rows)
+        except ResultsError:
+            raise
+        except ConfigError as error:
+            refused = error.outage if isinstance(error, ServerGoneError) else str(error)
+            if not model.can_answer(suite.cases[0], config):
+                raise
+        if refused:
+            not_run[LINES[name]] = f"{model.side}: the server does not answer such requests ({refused})"
+        else:
+            asked[name] = rows
     return asked
+
+
+def _find_refusal(rows: Rows) -> str:
+    """Return the first error if no case was answered, otherwise nothing."""
+    errors = [row.get("error") for row in rows.values()]
+    return "" if None in errors else str(errors[0])
+
+
+def find_ignored(asked: Mapping[str, Mapping[str, Rows]]) -> list[str]:
+    """Return warnings of servers that answered guided requests without a call.
+
+    Args:
+        asked: The rows by ``base`` or ``tuned``, suite and case.
+    """
+    warnings = []
+    for side, rows in asked.items():
+        complete = [row for row in rows.get(GUIDED, {}).values() if row.get("error") is None and not row.get("is_cut")]
+        if free := sum(not row["calls"] for row in complete):
+            count = format_count(len(complete), "answer")
+            warnings.append(
+                f"{GUIDED}: {free:,} of {count} of the {'base' if side == 'base' else 'result'} with "
+                "tool_choice=required are no calls, so its server ignores the request: the figures are not of guided "
+                "decoding"
+            )
+    return warnings
 
 
 def make_tables(before: Mapping[str, Rows], after: Mapping[str, Rows]) -> dict[str, Any]:

@@ -318,7 +318,10 @@ def find_held_out_cases(config: DataConfig, prepared: PreparedSet, max_cases: in
 
 
 def iter_held_out_conversations(config: DataConfig, prepared: PreparedSet) -> Iterator[Conversation]:
-    """Yield the conversations of the validation split, each once."""
+    """Yield the conversations of the validation split, each once; of a pair, that with the chosen answer."""
+    if config.pairs:
+        yield from _iter_chosen(config, prepared)
+        return
     for rows in _iter_held_out(config, prepared):
         for conversation, _ in rows:
             yield conversation
@@ -326,11 +329,32 @@ def iter_held_out_conversations(config: DataConfig, prepared: PreparedSet) -> It
 
 def _iter_held_out(config: DataConfig, prepared: PreparedSet) -> Iterator[Iterator[tuple[Conversation, str]]]:
     """Yield, for each source, an iterator of its held-out conversations and their digests."""
-    flat, _ = prepared.packs["validation"]
-    held_out = {int(digest) for digest in prepared.digests[flat]}
+    held_out = _list_held_out(prepared)
     redactor = Redactor(config.redact) if config.secrets == "redact" else None
     for source in config.sources:
         yield _take_held_out(source, config.max_samples, held_out, redactor)
+
+
+def _list_held_out(prepared: PreparedSet) -> set[int]:
+    flat, _ = prepared.packs["validation"]
+    return {int(digest) for digest in prepared.digests[flat]}
+
+
+def _iter_chosen(config: DataConfig, prepared: PreparedSet) -> Iterator[Conversation]:
+    """Yield prompt and chosen answer of each held-out pair; one that is given as token ids has no messages."""
+    from fctune.data.pairs import PAIRS_FORMAT, Pair, PairReader
+
+    held_out = _list_held_out(prepared)
+    for source in config.sources:
+        reader = PairReader(source.columns)
+        for row in islice(scan_source(source.path, PAIRS_FORMAT, source.columns, "never"), config.max_samples):
+            pair = reader.read(row)
+            if not isinstance(pair, Pair) or (digest := int(pair.digest(), 16)) not in held_out:
+                continue
+            held_out.remove(digest)
+            if pair.chosen.token_ids is None:
+                earlier = (replace(message, weight=0.0) for message in pair.prompt.messages)
+                yield replace(pair.prompt, messages=(*earlier, *pair.chosen.messages))
 
 
 def _take_held_out(

@@ -36,6 +36,11 @@ def serve_rule(expected: Mapping[str, Calls], rule: str = "right") -> Iterator[L
     """
 
     def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        if (rule == "unguided" and "tool_choice" in body) or (rule == "unstreamed" and body.get("stream")):
+            handler.send(400, '{"error": {"message": "not supported"}}')
+            return
+        if rule == "heedless":
+            body.pop("tool_choice", None)
         tools = [tool["function"]["name"] for tool in body.get("tools", ())]
         due = [call for call in expected.get(body["messages"][-1]["content"], ()) if call["name"] in tools]
         calls = due
@@ -43,7 +48,7 @@ def serve_rule(expected: Mapping[str, Calls], rule: str = "right") -> Iterator[L
             calls = [{"name": tools[0], "arguments": {}}]
         if rule == "eager" and not due:
             calls = [{"name": tools[0], "arguments": {}}]
-        elif rule == "timid" and body.get("tool_choice") != "required":
+        elif rule in ("timid", "heedless") and body.get("tool_choice") != "required":
             calls = []
         elif rule == "inventive" and due:
             calls = [{**due[0], "name": "made_up"}] if number % 2 else [{**due[0], "arguments": {"made_up": 1}}]
@@ -52,7 +57,12 @@ def serve_rule(expected: Mapping[str, Calls], rule: str = "right") -> Iterator[L
             {"id": f"c{i}", "type": "function", "function": {**call, "arguments": json.dumps(call["arguments"])}}
             for i, call in enumerate(calls)
         ]
-        if body.get("stream"):
+        if rule == "textual" and due:
+            text = f"<tool_call>\n{json.dumps(due[0])}\n</tool_call>"
+            handler.say(text[: len(text) // 2] if number % 2 else text)
+        elif rule == "thoughtful":
+            handler.say(text, tool_calls=sent, reasoning="Which tool does that?")
+        elif body.get("stream"):
             handler.stream(*_make_events(text, sent, is_torn=rule == "torn"), "[DONE]")
         else:
             handler.say(text, tool_calls=sent)

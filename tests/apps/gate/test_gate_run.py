@@ -64,6 +64,7 @@ def gate(cases: Path, out: Path, expected: dict[str, Calls], before: str, after:
         ("timid", {"calls", "over_refusing"}),
         ("silent", {"abandoned"}),
         ("inventive", {"calls", "invented_tool", "invented_argument"}),
+        ("textual", {"calls", "over_refusing", "abandoned", "malformed"}),
     ],
 )
 def test_each_harm_is_seen_on_its_own_lines(
@@ -83,6 +84,19 @@ def test_each_harm_is_seen_on_its_own_lines(
     assert set(lines["over_refusing"].comparison.turned_wrong) <= set(lines["calls"].comparison.turned_wrong)
 
 
+def test_reasoning_is_a_line_where_the_base_reasons(cases: Path, expected: dict[str, Calls], tmp_path: Path) -> None:
+    for rule, verdict in (("right", "worse"), ("thoughtful", "safe")):
+        report = gate(cases, tmp_path / rule, expected, "thoughtful", rule)
+        lines = {line.line.name: line for line in report.lines}
+        assert {name: line.verdict for name, line in lines.items() if line.verdict != "safe"} == (
+            {"reasoning": "worse"} if verdict == "worse" else {}
+        )
+        reasoning = lines["reasoning"]
+        assert reasoning.verdict == verdict
+        assert reasoning.comparison.num_right_before == reasoning.comparison.n > 100
+        assert bool(reasoning.remedies) == (verdict == "worse")
+
+
 def test_a_second_gate_asks_nothing_again_and_other_settings_are_named(
     cases: Path, expected: dict[str, Calls], tmp_path: Path
 ) -> None:
@@ -94,12 +108,36 @@ def test_a_second_gate_asks_nothing_again_and_other_settings_are_named(
         again = run_gate(base.url, tuned.url, tmp_path, cases=cases, config=config, log=lines.append)
         assert "40 of them answered before" in lines[0], "the server may have another model by now"
         assert (len(base.bodies), len(tuned.bodies)) == asked
-        assert again.to_json() == first.to_json()
+        kept = [f"{side}: 40 answers are of an earlier gate" for side in ("base", "tuned")]
+        assert [warning.partition(",")[0] for warning in again.warnings if warning not in first.warnings] == kept
+        assert again.to_json() | {"warnings": None} == first.to_json() | {"warnings": None}
         other = GateConfig(benchmarks=[], max_cases=20, max_new_tokens=99)
         with pytest.raises(ConfigError, match=r"(?s)max_new_tokens.*--fresh"):
             run_gate(base.url, tuned.url, tmp_path, cases=cases, config=other, **QUIET)
         run_gate(base.url, tuned.url, tmp_path, cases=cases, config=other, is_fresh=True, **QUIET)
         assert len(base.bodies) == 2 * asked[0]
+
+
+def test_answers_of_other_weights_at_the_same_address_are_not_judged(
+    tiny_base: Path, copy_model: Callable[[Path, str], Path], tmp_path: Path
+) -> None:
+    folder = copy_model(tiny_base, "served")
+    models = json.dumps({"data": [{"id": "tiny", "root": str(folder)}]}).encode()
+    suite = Suite("held_out", (Case("1", "call", Conversation((Message("user", "Hi"),), ()), ()),))
+    with serve(lambda handler, number, body: handler.say("Hello."), models) as server:
+
+        def ask(is_fresh: bool = False) -> GateModel:
+            model = GateModel("tuned", server.url, None)
+            model.ask(suite, GateConfig(), tmp_path / "out", is_fresh, lambda line: None)
+            return model
+
+        ask()
+        assert ask().num_kept == 0, "the weights are known to be the same"
+        (folder / "model.safetensors").write_bytes(b"other weights")
+        with pytest.raises(ConfigError, match=r"(?s)served_digest: was .*--fresh"):
+            ask()
+        ask(is_fresh=True)
+        assert len(server.bodies) == 2
 
 
 def test_a_gate_tells_how_far_each_model_is(
@@ -156,6 +194,35 @@ def test_streams_and_guided_decoding_are_asked_and_compared(
     free, guided = rows["result", "free"], rows["result", "guided"]
     assert free[3] == 0
     assert guided[3] == guided[2] == guided[6], "all that the free answers lack is hidden by guiding them"
+
+
+@pytest.mark.parametrize("sides", [("unguided", "right"), ("right", "unguided"), ("unguided", "unguided")])
+@pytest.mark.parametrize("count", [60, 10])  # more and fewer than the requests after which a server counts as gone
+def test_what_a_server_refuses_is_not_run_and_the_rest_is_judged(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path, sides: tuple[str, str], count: int
+) -> None:
+    report = gate(cases, tmp_path, expected, *sides, guided=True, max_cases=count)
+    assert "calls" in {line.line.name for line in report.lines}
+    refusing = "base" if sides[0] == "unguided" else "tuned"
+    assert report.not_run["calls_guided"].startswith(f"{refusing}: the server does not answer such requests (")
+    assert "not supported" in report.not_run["calls_guided"]
+    assert report.tables == {}
+    assert json.loads((tmp_path / "gate.json").read_text())["not_run"] == report.not_run
+
+
+def test_streams_that_a_server_refuses_are_not_run(cases: Path, expected: dict[str, Calls], tmp_path: Path) -> None:
+    report = gate(cases, tmp_path, expected, "right", "unstreamed", streamed=True, guided=True)
+    assert "calls_streamed" in report.not_run
+    assert report.verdict == "safe"
+    assert list(report.tables) == ["Guided decoding"]
+
+
+def test_a_server_that_ignores_guided_decoding_is_named(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    report = gate(cases, tmp_path, expected, "right", "heedless", guided=True, max_cases=20)
+    (warning,) = [warning for warning in report.warnings if "ignores the request" in warning]
+    assert warning.startswith("held_out_guided: 20 of 20 answers of the result with tool_choice=required are no calls")
 
 
 def test_a_benchmark_that_a_server_cannot_be_asked_is_not_run(
