@@ -72,6 +72,7 @@ class RowProfile:
     pool: ToolPool = field(default_factory=ToolPool)
     max_tools: int = field(default_factory=lambda: AugmentConfig().max_tools)
     _obstacles: dict[tuple[str, float], str | None] = field(default_factory=dict, init=False)
+    _eligible: dict[str, float] = field(default_factory=dict, init=False)
 
     def add_parsed(self, source: str, row: ParsedRow) -> None:
         """Count a row, and keep it to try augmentation on."""
@@ -92,6 +93,21 @@ class RowProfile:
             reasons = (counts.left_out + counts.unsuitable).most_common(1)
             self._obstacles[kind, share] = None if is_made else reasons[0][0] if reasons else "too few rows"
         return self._obstacles.get((kind, share))
+
+    def added_share(self, kind: str, share: float) -> float:
+        """Return the rows that a kind of augmentation adds for each row with tools.
+
+        If no rows are kept to try it on, one for each row with calls.
+        """
+        if not self.tried:
+            return share * self.share("call", "tools")
+        if kind not in self._eligible:
+            augmenter = Augmenter(AugmentConfig(max_tools=self.max_tools, **{kind: 1.0}), self.pool)
+            for source, row in self.tried:
+                augmenter.expand(row, source)
+            num_with_tools = sum(bool(row.conversation.tools) for _, row in self.tried)
+            self._eligible[kind] = augmenter.counts[kind].made / max(1, num_with_tools)
+        return share * self._eligible[kind]
 
     def add(self, row: Conversation) -> None:
         """Count a row, its properties and the tools that it offers."""

@@ -13,6 +13,7 @@ from fctune.config.intervals import format_count, format_share, parse_share
 
 # Shares of the rows with tools that need no call: too few, enough if more are tried, and too many.
 _FEW_NEGATIVES, _HALF_NEGATIVES, _MANY_NEGATIVES = 0.15, 0.4, 0.5
+_TAKEN_AWAY = 0.3  # rows without a call that are added for each row with tools
 _FEW = 0.02  # of the rows, so that they teach nothing
 _ONE_SET = 0.9  # of the rows with tools, that offer the same ones
 _CALLS_TOO_MUCH = ("over_calling", "missing_tool")
@@ -79,13 +80,14 @@ def _add_missing(profile: RowProfile) -> Remedy | None:
 
 def _count_negatives(profile: RowProfile) -> float:
     """Return the share of requests with tools that need no call, with those that ``take_away`` added."""
-    added = profile.augment.get("take_away", 0.0) * profile.share("call", "tools")
+    added = profile.added_share("take_away", profile.augment.get("take_away", 0.0))
     return (profile.requests.no_call_share + added) / (1 + added)
 
 
 def _take_away(profile: RowProfile, finding: str) -> Remedy:
     """Return the remedy that makes rows without a call; where none can be made, they are to be written."""
-    overrides = _augment(profile, take_away=0.3)
+    eligible = profile.added_share("take_away", 1.0)
+    overrides = _augment(profile, take_away=min(1.0, _TAKEN_AWAY / eligible)) if eligible else {}
     if not overrides:
         why = profile.find_obstacle("take_away", 1.0) or "too few rows"
         return Remedy(

@@ -110,7 +110,7 @@ def test_a_result_that_calls_and_refuses_too_much_is_not_taught_to_refuse_more()
     (remedy,) = find_remedies(fallen("over_calling"), confused)
     assert remedy.overrides["data.augment.mask_names"] == "30%"
     confused.called_share = 0.9
-    assert find_remedies(fallen("over_calling"), confused)[0].overrides["data.augment.take_away"] == "30%"
+    assert find_remedies(fallen("over_calling"), confused)[0].overrides["data.augment.take_away"] == "33.3%"
     few = profile((100, make_row(USER, CALL)))
     few.called_share = 0.55
     assert find_remedies(fallen("over_calling"), few)[0].overrides == {"data.augment.take_away": "30%"}
@@ -140,6 +140,20 @@ def test_only_what_the_augmenter_can_do_to_the_rows_is_proposed(tmp_path: Path) 
     proposed = {key for remedy in find_remedies(fallen("over_calling"), two) for key in remedy.overrides}
     assert {"data.augment.take_away", "data.augment.shuffle_tools"} <= proposed
     assert "data.augment.distract" not in proposed, "no row has other tools"
+
+
+def test_rows_that_the_augmenter_leaves_alone_raise_the_share_of_the_others(tmp_path: Path) -> None:
+    rows = []
+    for i in range(60):
+        request = f"Do {i}" if i % 3 == 0 else f"Use t1 for {i}"  # which names the tool, so that it cannot be missing
+        rows.append(make_row(Message("user", request), CALL).to_openai())
+    profiled = parse_rows(tmp_path / "rows.jsonl", rows)
+    (remedy, *_) = find_remedies(fallen("over_calling"), profiled)
+    assert remedy.overrides["data.augment.take_away"] == "90%", "30 rows without a call for 100 with tools"
+    profiled.augment = {"take_away": 0.15}
+    (remedy, *_) = find_remedies(fallen("over_calling"), profiled)
+    assert "4.8% with those of take_away" in remedy.finding, "a third of 15 % was made"
+    assert remedy.overrides["data.augment.take_away"] == "90%"
 
 
 def test_repeated_requests_are_few_negatives_however_many_rows_have_them(tmp_path: Path) -> None:
