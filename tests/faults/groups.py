@@ -34,8 +34,8 @@ class Fault:
     """Fault of a ``kind`` on ``rank``, ``delay_s`` after ``phase`` begins for the ``count``-th time in that process.
 
     ``enospc`` is one write that fails, ``full`` also every later one, ``full_and_term`` with a request to stop;
-    ``slow`` is every write from then on, which takes a second longer, and ``read_only`` an error of ``disk``, an ext4 file
-    system, which then takes no writes.
+    ``slow`` is every write from then on, which takes a second longer, and ``read_only`` an error of ``disk``, an ext4
+    file system, which then takes no writes.
     """
 
     kind: Kind
