@@ -232,7 +232,8 @@ def drop_packets(process: int, descriptor: int) -> None:
 @pytest.mark.parametrize("trial", [(8, 18)], indirect=True)
 def test_a_run_survives_the_loss_of_its_second_node_twice(cluster: Cluster, trial: Trial, reference: Path) -> None:
     trial.submit()
-    lost, records = [], []
+    lost: list[str] = []
+    records: list[dict[str, Any]] = []
     for number, step in enumerate(trial.steps, start=1):
         lost.append(trial.reach(step))
         trial.strike(step)
@@ -270,7 +271,7 @@ def test_a_rank_that_a_signal_ends_is_replaced_and_its_node_if_the_fault_is_its_
     trial: Trial, reference: Path
 ) -> None:
     trial.submit(ranks_per_node=2)  # the other rank of the node sees the signal
-    records = []
+    records: list[dict[str, Any]] = []
     for number, step in ((signal.SIGABRT, 8), (signal.SIGSEGV, 18)):
         trial.reach(step)
         trial.strike(step)
@@ -288,7 +289,7 @@ def test_a_rank_that_exits_without_a_word_is_restarted_whatever_its_code_and_so_
     trial: Trial, reference: Path
 ) -> None:
     trial.submit()
-    records = []
+    records: list[dict[str, Any]] = []
     for step, code in zip(trial.steps, (1, 2, 74, 75), strict=False):
         trial.reach(step)
         trial.strike(step, f"exit {code}")
