@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup runtime sky demo demo-reasoning test test-slow test-thorough test-wheel test-sky test-slurm test-serving test-monitoring faults bench configs \
+.PHONY: setup runtime sky demo demo-reasoning test test-slow test-thorough test-wheel test-sky test-slurm test-slurm-faults test-serving test-monitoring faults bench configs \
   bench-gpu real bench-startup test-gpu lint reference docs tiny-base link-recipes audit clean
 
 setup: $(READY)
@@ -134,7 +134,15 @@ test-sky: setup sky
 test-slurm: setup sky
 	@tests/slurm/packages.sh slurmctld slurmd slurm-client munge openssh-server openssh-client rsync curl
 	@# On two loaded cores, SkyPilot's time-outs sometimes expire: failures are retried once.
-	$(BIN)/python -m pytest -m slurm tests/slurm || $(BIN)/python -m pytest -m slurm --last-failed tests/slurm
+	$(BIN)/python -m pytest -m slurm --ignore tests/slurm/test_slurm_faults.py tests/slurm || \
+	  $(BIN)/python -m pytest -m slurm --last-failed --ignore tests/slurm/test_slurm_faults.py tests/slurm
+
+# Lose nodes, links and ranks of runs on that cluster, and compare each run with an uninterrupted one: about 10 minutes
+# on two idle cores. runs/slurm_faults.json has what was measured; `python -m benchmarks.slurm_faults` keeps it.
+test-slurm-faults: setup
+	@tests/slurm/packages.sh slurmctld slurmd slurm-client munge openssh-server openssh-client
+	@rm -f runs/slurm_faults.json
+	$(BIN)/python -m pytest -m slurm tests/slurm/test_slurm_faults.py
 
 # Serve the demos, and a tiny model of each family of call formats, with a real vLLM (FCTUNE_VLLM_PYTHON names its Python)
 # and with llama.cpp on the CPU, and compare each case with the answer in process. Makes the demos if they are missing.

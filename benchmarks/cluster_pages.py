@@ -1,4 +1,4 @@
-"""Plan the runs that the pages about clusters describe, and write the results into these pages.
+"""Plan the runs that the pages about clusters describe, and write the results into these pages, with measured tables.
 
     python -m benchmarks.cluster_pages
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.kernels import make_table as make_kernel_table
 from benchmarks.planner import make_speed_table
+from benchmarks.slurm_faults import make_fault_table
 from fctune.apps.plan.plan import Plan, make_plan
 from fctune.apps.plan.request import PlanRequest
 from fctune.apps.plan.table import print_plan
@@ -30,7 +31,7 @@ from fctune.config.loading import load_config
 from fctune.runs.prices import read_prices
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/plan.md", "docs/results.md", "docs/clusters.md", "docs/operate.md")
+PAGES = ("docs/plan.md", "docs/results.md", "docs/clusters.md", "docs/operate.md", "docs/reliability.md")
 BEGIN, END = "<!-- made by python -m benchmarks.cluster_pages: {} -->", "<!-- end -->"
 
 LARGE = "--config configs/qwen2_5_72b_full.yaml --nodes 8 --gpu h100 --rows 3000000 --mean-tokens 1200"
@@ -228,6 +229,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpus": make_gpus_table,
     "idle": make_idle_table,
     "long rows": make_context_table,
+    "slurm faults": make_fault_table,
 }
 
 

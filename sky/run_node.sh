@@ -44,6 +44,9 @@ fi
 
 export FCTUNE_SHARED=${FCTUNE_SHARED:-/mnt/shared} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/mnt/network}
 export HF_HOME=${HF_HOME:-$FCTUNE_SHARED/huggingface} FCTUNE_CACHE=${FCTUNE_CACHE:-$FCTUNE_SHARED/cache}
+# A single node's own disk takes the last state if the shared one is full. Of several nodes, each would see its own only,
+# and Kubernetes deletes the disk with the pod.
+[ "$nodes" -gt 1 ] || [ -n "${KUBERNETES_SERVICE_HOST:-}" ] || export FCTUNE_FALLBACK=${FCTUNE_FALLBACK:-$FCTUNE_NETWORK/fallback}
 
 # Newest checkpoint's step when this launch's last start ended, and how many in a row have not moved it. All nodes read
 # it before they meet in the preflight, so they end with the same code and write the same at the end: any of them may be

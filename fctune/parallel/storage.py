@@ -14,6 +14,7 @@ HOST_GB_S = 25  # rate of a GPU's copies to pinned memory over PCIe while all GP
 
 # Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100s (https://arxiv.org/abs/2407.21783).
 FAILURES_PER_GPU_DAY = 419 / 54 / 16_384
+KERNEL_CACHE_BYTES = 5 * 2**30  # kernels compiled by Triton and Inductor during a run, on each node's own disk
 
 # Above this share of time lost to saves and failures, the first-order estimate is only a lower bound.
 MAX_LOST_SHARE = 0.9
@@ -41,6 +42,11 @@ class Storage:
     def total_bytes(self) -> int:
         """Total bytes on the shared disk."""
         return self.checkpoints_bytes + self.base_bytes + self.export_bytes + (self.prepared_bytes or 0)
+
+    @property
+    def fallback_bytes(self) -> int:
+        """Bytes on another disk if the shared one is full: the last checkpoint and the export."""
+        return self.checkpoint_bytes + self.export_bytes
 
     def hours(self, num_steps: int | None, step_s: float) -> float | None:
         """Return the hours of ``num_steps`` with the expected saves and failures at the best interval."""

@@ -29,6 +29,7 @@ ENV_OVERRIDES = {
 }
 
 MODEL_SIZE = "MODEL_SIZE"  # chooses the config in place of CONFIG
+FALLBACK = "FCTUNE_FALLBACK"  # checkpoint.fallback_dir of a config that sets none
 
 _REPLACE_SOURCES = "data.sources=[{path: null}]"  # DATASET replaces all sources of a config
 
@@ -135,6 +136,8 @@ def resolve_launch(config: Path, environment: Mapping[str, str], overrides: Sequ
             arguments.append(f"{key}={value}")
     arguments += _split_overrides(environment.get("OVERRIDES", ""))
     arguments += overrides
-    output_dir = shared / load_run_config(config, arguments).output_dir
-    arguments.append(f"output_dir={output_dir}")
+    given = load_run_config(config, arguments)
+    if (other_disk := environment.get(FALLBACK)) and given.checkpoint.fallback_dir is None:
+        arguments.append(f"checkpoint.fallback_dir={other_disk}")
+    arguments.append(f"output_dir={shared / given.output_dir}")
     return LaunchSpec(load_run_config(config, arguments), config, arguments, shared)

@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -21,7 +22,9 @@ from typing import Any, Literal
 
 from tests.ranks import be_rank, context, find_port
 
-Kind = Literal["kill", "raise", "hang", "enospc", "full", "full_and_term", "term", "term_soon", "term_twice"]
+Kind = Literal[
+    "kill", "raise", "hang", "slow", "read_only", "enospc", "full", "full_and_term", "term", "term_soon", "term_twice"
+]
 
 LORA, FULL, GRPO = "configs/tiny_lora.yaml", "configs/tiny_full.yaml", "configs/tiny_grpo.yaml"
 
@@ -30,7 +33,9 @@ LORA, FULL, GRPO = "configs/tiny_lora.yaml", "configs/tiny_full.yaml", "configs/
 class Fault:
     """Fault of a ``kind`` on ``rank``, ``delay_s`` after ``phase`` begins for the ``count``-th time in that process.
 
-    ``enospc`` is one write that fails, ``full`` also every later one, ``full_and_term`` with a request to stop.
+    ``enospc`` is one write that fails, ``full`` also every later one, ``full_and_term`` with a request to stop;
+    ``slow`` is every write from then on, which takes a second longer, and ``read_only`` an error of ``disk``, an ext4
+    file system, which then takes no writes.
     """
 
     kind: Kind
@@ -38,6 +43,7 @@ class Fault:
     rank: int
     count: int = 1
     delay_s: float = 0.0
+    disk: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +152,7 @@ class _Listener:
         os.write(self._trace, f"{phase}\n".encode())
         self._seen[phase] += 1
         is_due = self._seen[phase] == self._fault.count
-        is_due |= self._fault.kind.startswith("full") and self._seen[phase] > self._fault.count
+        is_due |= self._fault.kind in ("slow", "full", "full_and_term") and self._seen[phase] > self._fault.count
         is_first = not (self._folder / "fired").exists()
         if phase != self._fault.phase or not is_due:
             return
@@ -167,6 +173,13 @@ def _do(fault: Fault) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.kind == "raise":
         raise RuntimeError("an injected fault")
+    if fault.kind == "slow":
+        time.sleep(1)
+        return
+    if fault.kind == "read_only":
+        subprocess.run(["sync", "--file-system", fault.disk], check=True)
+        subprocess.run(["mount", "-o", "remount,abort", fault.disk], check=True)
+        return
     if fault.kind == "hang":
         time.sleep(1000)
     if fault.kind in ("enospc", "full", "full_and_term"):

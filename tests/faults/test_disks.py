@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -45,6 +46,13 @@ def start(inputs: tuple[Path, Path], tmp_path: Path) -> Start:
     return start_
 
 
+def fill_own_disk(run: Path, from_step: int = 1) -> None:
+    """Put a link in the way of each checkpoint of a run's own disk."""
+    (run / "checkpoints").mkdir(parents=True)
+    for step in range(from_step, 13):
+        (run / "checkpoints" / f".checkpoint-{step}.partial").symlink_to(run / "nowhere" / "x")
+
+
 def read_exit(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((run / "exit.json").read_text())
     return found
@@ -81,10 +89,7 @@ def test_the_last_state_goes_to_the_other_disk_and_a_re_run_finds_it(
     start: Start, reference: Path, tmp_path: Path
 ) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
-    (run / "checkpoints").mkdir(parents=True)
-    # The run's own disk is that of which a file is in the way.
-    for step in range(1, 13):
-        (run / "checkpoints" / f".checkpoint-{step}.partial").symlink_to(tmp_path / "nowhere" / "x")
+    fill_own_disk(run)
     ended = start("checkpoint.elastic_every=0", f"checkpoint.fallback_dir={other}", "checkpoint.max_failed_saves=1")
     assert ended.codes == (74,), ended.output
     why = read_exit(run)
@@ -95,6 +100,34 @@ def test_the_last_state_goes_to_the_other_disk_and_a_re_run_finds_it(
     assert start(f"checkpoint.fallback_dir={other}").codes == (0,)
     assert json.loads((run / "run.json").read_text())["resumed"][0]["step"] == why["step"]
     assert not differences(run, reference, 1e-9)
+
+
+def test_a_re_run_that_does_not_see_the_other_disk_resumes_from_the_runs_own(
+    start: Start, reference: Path, tmp_path: Path
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    fallback = f"checkpoint.fallback_dir={other}"
+    fill_own_disk(run, from_step=3)
+    ended = start("checkpoint.elastic_every=0", "checkpoint.max_failed_saves=1", fallback)
+    assert ended.codes == (74,), ended.output
+    assert Path(read_exit(run)["checkpoint"]).parent == other / "run" / "checkpoints"
+    shutil.rmtree(other)  # as on another node, or with a new pod
+    assert start(fallback).codes == (0,)
+    assert json.loads((run / "run.json").read_text())["resumed"][0]["step"] == 2
+    assert not differences(run, reference, 1e-9)
+
+
+def test_a_slow_disk_delays_neither_steps_nor_the_end_by_more_than_its_saves(
+    start: Start, reference: Path, tmp_path: Path
+) -> None:
+    started = time.monotonic()
+    ended = start("checkpoint.every=4", "checkpoint.elastic_every=0", ranks=2, fault=Fault("slow", "write", 1))
+    assert ended.codes == (0, 0), ended.output
+    num_saves = ended.output.count("checkpoint: ")
+    assert num_saves == 3
+    assert time.monotonic() - started > num_saves
+    assert sum(metrics["save_wait_s"] for metrics in read_metrics(tmp_path / "run")) < 0.5
+    assert not differences(tmp_path / "run", reference, 1e-9)
 
 
 def test_a_stop_request_that_cannot_save_does_not_say_saved(start: Start, tmp_path: Path) -> None:
@@ -205,6 +238,16 @@ def run_as_root(*command: str) -> None:
         pytest.skip(f"{command[0]} needs root on Linux: {done.stderr.strip()}")
 
 
+def make_image(folder: Path) -> tuple[Path, Path]:
+    """Create the image of a file system, and the folder to mount it at."""
+    image, disk = folder / "image", folder / "disk"
+    disk.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(64 * 2**20)
+    run_as_root("mkfs.ext4", "-q", "-F", str(image))
+    return image, disk
+
+
 def train(run: Path, inputs: tuple[Path, Path], *overrides: str, python: str | None = None) -> subprocess.Popen[str]:
     """Start ``fctune train``; its output is what the user sees."""
     config, *settings = arguments_for(run, *inputs, *overrides)[1:]
@@ -263,6 +306,32 @@ def test_a_run_on_a_file_system_that_fills_up_keeps_its_last_good_step(
     assert [metrics["step"] for metrics in read_metrics(run)] == list(range(1, 13))
 
 
+@pytest.mark.parametrize("has_other_disk", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_a_run_whose_disk_becomes_read_only_says_what_is_safe_and_resumes_once_it_is_writable(
+    has_other_disk: bool, start: Start, reference: Path, tmp_path: Path
+) -> None:
+    image, disk = make_image(tmp_path)
+    run, other = disk / "run", tmp_path / "other"
+    overrides = [f"output_dir={run}", "checkpoint.elastic_every=0", "checkpoint.max_failed_saves=1"]
+    overrides += [f"checkpoint.fallback_dir={other}"] * has_other_disk
+    mount = ("mount", "-o", "loop", str(image), str(disk))
+    run_as_root(*mount)
+    try:
+        ended = start(*overrides, fault=Fault("read_only", "write", 0, 3, disk=str(disk)))
+        assert ended.codes == (74,), ended.output
+        assert "Read-only file system" in ended.output
+        safe = f"{other}/run/checkpoints/elastic-checkpoint-" if has_other_disk else "/checkpoint-4."
+        assert safe in ended.output.rpartition(" is safe in ")[2], ended.output
+        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["e2fsck", "-y", str(image)], check=False, capture_output=True)
+        run_as_root(*mount)
+        assert start(*overrides).codes == (0,)
+        assert json.loads((run / "run.json").read_text())["resumed"][0]["step"] == 4  # no link could be made
+        assert not differences(run, reference, 1e-9)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=False, capture_output=True)
+
+
 @pytest.mark.thorough
 def test_the_end_of_a_run_on_a_full_file_system_goes_to_the_other_disk(
     inputs: tuple[Path, Path], reference: Path, tmpfs: Callable[[str], Path], tmp_path: Path
@@ -289,11 +358,7 @@ def test_the_end_of_a_run_on_a_full_file_system_goes_to_the_other_disk(
 def test_a_disk_that_hangs_ends_the_command_within_a_minute_of_its_limit(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    image, disk = tmp_path / "image", tmp_path / "disk"
-    disk.mkdir()
-    with open(image, "wb") as file:
-        file.truncate(64 * 2**20)
-    run_as_root("mkfs.ext4", "-q", "-F", str(image))
+    image, disk = make_image(tmp_path)
     run_as_root("mount", "-o", "loop", str(image), str(disk))
     run, frozen_at = disk / "run", list[float]()
 

@@ -54,7 +54,8 @@ def environment_of(folder: Path, **more: str) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("SKYPILOT_", "SLURM_", "FCTUNE_")) and name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+        if not name.startswith(("SKYPILOT_", "SLURM_", "FCTUNE_"))
+        and name not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "KUBERNETES_SERVICE_HOST")
     }
     return kept | {
         "CONFIG": TINY,
@@ -148,6 +149,9 @@ def test_each_launcher_results_in_the_same_command(launcher: str, tmp_path: Path
         assert "seed=7" in words
         assert f"output_dir={tmp_path}/shared/runs/tiny_lora" in words
         assert "SIGTERM" not in option(words, "--signals-to-handle")
+        assert not any(word.startswith("checkpoint.fallback_dir=") for word in words), (
+            "each node sees its own disk only"
+        )
 
 
 def test_logs_and_records_are_copied_to_the_nodes_disk(tmp_path: Path) -> None:
@@ -187,9 +191,11 @@ def test_compiled_kernels_are_kept_with_the_run_for_a_restart_on_another_node(tm
 
     (output / "compiled_kernels.tar").write_text("damaged")
     (tmp_path / "third").mkdir()
-    done = run(script, environment | {"FCTUNE_NETWORK": str(tmp_path / "third")})
+    in_pod = {"FCTUNE_NETWORK": str(tmp_path / "third"), "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    done = run(script, environment | in_pod)
     assert done.returncode == 75
     assert "compiled again" in done.stdout + done.stderr
+    assert not any(word.startswith("checkpoint.fallback_dir=") for word in recorded(tmp_path, ""))
 
 
 def test_the_config_selects_the_recipe(tmp_path: Path) -> None:
@@ -197,6 +203,7 @@ def test_the_config_selects_the_recipe(tmp_path: Path) -> None:
     done = run(script, environment_of(tmp_path, CONFIG=FULL, FCTUNE_CPU_RANKS="1"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "recipes/full_fc_distributed" in recorded(tmp_path, "")
+    assert f"checkpoint.fallback_dir={tmp_path}/network/fallback" in recorded(tmp_path, "")
 
 
 @pytest.mark.parametrize(("recorded_code", "code"), [("76", 76), ("75", 75), ("74", 74), ("2", 2), ("", 1), ("0", 1)])

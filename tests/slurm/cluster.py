@@ -1,4 +1,4 @@
-"""A Slurm cluster on this machine: a login node, two nodes with 8 fake H100 each, and a desk, as Linux namespaces.
+"""A Slurm cluster on this machine: a login node, nodes with 8 fake H100 each, and a desk, as Linux namespaces.
 
 Users, hosts and mounts belong to the namespaces, so the machine itself is not changed, and killing the first process of
 a node ends all of its processes. The GPUs are plain files: Slurm counts them, but nothing can run on them.
@@ -26,8 +26,8 @@ USER, UID = "trainer", 23456
 DAEMONS = ("slurmctld", "slurmd", "munged", "sshd")
 
 # srun listens on the address of its host's name, and nodes call back from 127.0.0.1. So the hosts that call srun have
-# that address, and the other node, which must have a different one, does not.
-HOSTS = {"login": "127.0.0.1", "desk": "127.0.0.1", "n0": "127.0.0.1", "n1": "127.0.0.12"}
+# that address, and the other nodes, which must have different ones, do not.
+HOSTS = {"login": "127.0.0.1", "desk": "127.0.0.1", "n0": "127.0.0.1", "n1": "127.0.0.12", "n2": "127.0.0.13"}
 LOGIN_ADDRESS = "127.0.0.10"
 
 SLURM_CONF = """
@@ -65,7 +65,10 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 NodeName=n0 NodeHostname=n0 NodeAddr=127.0.0.1 CPUs=128 RealMemory=1600000 Gres=gpu:H100:8 State=UNKNOWN
 NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.12 CPUs=128 RealMemory=1600000 Gres=gpu:H100:8 State=UNKNOWN
+NodeName=n2 NodeHostname=n2 NodeAddr=127.0.0.13 CPUs=128 RealMemory=1600000 Gres=gpu:H100:8 State=UNKNOWN
 PartitionName=h100 Nodes=n0,n1 Default=YES DefaultTime=1-00:00:00 MaxTime=7-00:00:00 State=UP
+# A node to replace n1, for jobs of two nodes that ask for it.
+PartitionName=spare Nodes=n0,n1,n2 Hidden=YES DefaultTime=1-00:00:00 MaxTime=7-00:00:00 State=UP
 """
 
 SSHD_CONFIG = """
@@ -159,7 +162,7 @@ class Cluster:
         self.machines: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Start all machines and wait until both nodes are idle."""
+        """Start all machines and wait until all nodes are idle."""
         self._write_files()
         for name in HOSTS:
             self.start_machine(name)
@@ -208,15 +211,15 @@ class Cluster:
         return done.stdout
 
     def wait_idle(self, timeout_s: float = 90) -> None:
-        """Wait until both nodes are idle."""
+        """Wait until all nodes are idle."""
         seen = ""
 
         def is_idle() -> bool:
             nonlocal seen
-            seen = self.ssh("sinfo --noheader --format '%T %D'", check=False)
-            return seen.split() == ["idle", "2"]
+            seen = self.ssh("sinfo --noheader --partition spare --format '%T %D'", check=False)
+            return seen.split() == ["idle", "3"]
 
-        wait_until(is_idle, f"both nodes idle: {seen!r}; see {self.log}", timeout_s)
+        wait_until(is_idle, f"all nodes idle: {seen!r}; see {self.log}", timeout_s)
 
     def run_files(self, name: str) -> RunFiles:
         """Return the reader of a run on the shared disk."""
@@ -252,7 +255,7 @@ class Cluster:
             "user": USER,
         }
         (etc / "slurm" / "slurm.conf").write_text(SLURM_CONF.format(**places))
-        gpus = f"NodeName=n[0-1] Name=gpu Type=H100 Count=8 File={root}/gpus/nvidia[0-7]\n"
+        gpus = f"NodeName=n[0-2] Name=gpu Type=H100 Count=8 File={root}/gpus/nvidia[0-7]\n"
         (etc / "slurm" / "gres.conf").write_text(gpus)
         (etc / "sshd_config").write_text(SSHD_CONFIG.format(**places))
         (etc / "munge.key").write_bytes(os.urandom(128))

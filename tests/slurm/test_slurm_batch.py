@@ -47,9 +47,13 @@ class Job:
         wait_until(is_there, f"job {self.id} in {states}; it is in {seen}", timeout_s)
         return seen
 
+    def path(self, name: str) -> Path:
+        """Return one of the files that the job writes to the directory it was submitted from."""
+        return self.clone / f"train_{self.id}{name}"
+
     def text(self, name: str) -> str:
-        """Read one of the files that the job writes to the directory it was submitted from."""
-        return (self.clone / f"train_{self.id}{name}").read_text()
+        """Read one of these files."""
+        return self.path(name).read_text()
 
     def wait_for_checkpoint(self) -> int:
         """Wait for the job's first complete checkpoint, and return its step."""

@@ -219,7 +219,7 @@ class Plan:
             "cost": None if gpu_hours is None or request.price is None else gpu_hours * request.price,
             "costs": _to_json(cost, "total"),
             "currency": self.config.currency,
-            "storage": _to_json(made.storage, "total_bytes"),
+            "storage": _to_json(made.storage, "total_bytes", "fallback_bytes"),
             "rollouts": _to_json(made.rollouts, "fits", "batch_s"),
             "variants": [self._describe(v) for v in self.variants],
             "fastest": None if self.fastest is None else self._describe(self.fastest),

@@ -15,7 +15,7 @@ from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
 from fctune.parallel.memory import Setting
 from fctune.parallel.search import Variant, format_overrides, list_overrides
 from fctune.parallel.speed import MEASURED_RANGE
-from fctune.parallel.storage import FAILURES_PER_GPU_DAY, MAX_LOST_SHARE, count_elastic_steps
+from fctune.parallel.storage import FAILURES_PER_GPU_DAY, KERNEL_CACHE_BYTES, MAX_LOST_SHARE, count_elastic_steps
 from fctune.runs.prices import Cost
 
 
@@ -272,6 +272,13 @@ def _print_storage(console: Console, plan: Plan) -> None:
         f"{_gib(storage.checkpoints_bytes)} with checkpoint.keep_last={plan.config.checkpoint.keep_last}, "
         f"base {_gib(storage.base_bytes)}, export {_gib(storage.export_bytes)}"
         + (")" if storage.prepared_bytes is None else f", data {_gib(storage.prepared_bytes)})"),
+    )
+    kernels = KERNEL_CACHE_BYTES if plan.config.compile else 0
+    _say(
+        console,
+        f"space on each node's own disk (/mnt/network in sky/): {_gib(kernels)} GiB for compiled kernels; "
+        f"{_gib(storage.fallback_bytes)} more where checkpoint.fallback_dir is, "
+        f"{_gib(storage.checkpoints_bytes + storage.export_bytes)} more with MIRROR_CHECKPOINTS=1",
     )
 
 

@@ -25,7 +25,7 @@ from fctune.config.schema import RunConfig
 from fctune.data.data_size import find_run_length
 from fctune.models.planned_model import find_architecture, shape_model
 from fctune.parallel.memory import MemoryModel
-from fctune.parallel.storage import plan_storage
+from fctune.parallel.storage import KERNEL_CACHE_BYTES, plan_storage
 from fctune.runs.device import DeviceHealth, read_device, read_health
 from fctune.runs.directory import installed_versions
 from fctune.runs.leftovers import count_bytes
@@ -39,7 +39,6 @@ _IDLE_SHARE = 0.05
 # First driver for each major version of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility/).
 _MIN_DRIVERS = {12: 525, 13: 580}
 
-_CACHE_BYTES = 5 * _GIB  # kernels compiled by Triton and Inductor during a run
 _SHM_BYTES = 1 * _GIB  # minimum shared memory for NCCL and data workers
 
 _PROBE_S = 45.0  # limit for kernels on all GPUs; other nodes wait a minute for this one
@@ -158,8 +157,8 @@ def check_space(config: RunConfig, mounts: Mounts) -> list[Problem]:
             message = f"{mounts.shared}: {format_bytes(free)} free, but the run needs {usage}"
             problems.append(Problem(message, remedy))
     free = _free_bytes(mounts.network)
-    if config.compile and free < _CACHE_BYTES:
-        remedy = f"Free some space, or set FCTUNE_NETWORK to a disk with {format_bytes(_CACHE_BYTES)} free"
+    if config.compile and free < KERNEL_CACHE_BYTES:
+        remedy = f"Free some space, or set FCTUNE_NETWORK to a disk with {format_bytes(KERNEL_CACHE_BYTES)} free"
         message = f"{mounts.network}: {format_bytes(free)} free, too little for compiled kernels"
         problems.append(Problem(message, remedy))
     return problems

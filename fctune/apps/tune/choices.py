@@ -285,6 +285,7 @@ def size_config(
         steps, about = count_steps(replace(config, global_batch_size=batch), prepared.packs), ""
     draft.choose("global_batch_size", batch, f"packs of seq_len tokens; {about}{format_count(steps, 'step')}")
     steps = math.ceil(total / _count_step_tokens(draft.parse()))
+    steps = min(steps, config.max_steps or steps)
     draft.choose("lr_scheduler.warmup", "5%", "of the steps, however few they are")
     draft.choose("validation.every", "25%", "of the steps; the gate measures the calls")
     draft.choose("log_every_n_steps", max(1, steps // 20), "about twenty lines")

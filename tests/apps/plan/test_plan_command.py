@@ -136,6 +136,7 @@ def test_output_and_exit_code_say_if_the_run_fits(capsys: pytest.CaptureFixture[
         "fastest that fits: ",
         "GPU-hours",
         "space on the shared disk",
+        "space on each node's own disk",
         "recommended: 1 node, ",
     ):
         assert words in out

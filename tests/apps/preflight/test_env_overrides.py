@@ -106,6 +106,14 @@ def test_a_missing_file_is_not_taken_for_a_name_on_the_hub(
         resolve_launch(TINY, {"DATASET": given}, OVERRIDES[:1], tmp_path)
 
 
+def test_the_fallback_disk_of_a_launcher_is_used_unless_the_config_names_one(tmp_path: Path) -> None:
+    given = {"FCTUNE_FALLBACK": "/mnt/network/fallback"}
+    assert resolve_launch(TINY, given, OVERRIDES, tmp_path).config.checkpoint.fallback_dir == "/mnt/network/fallback"
+    own = (*OVERRIDES, "checkpoint.fallback_dir=/mnt/other")
+    assert resolve_launch(TINY, given, own, tmp_path).config.checkpoint.fallback_dir == "/mnt/other"
+    assert resolve_launch(TINY, {"FCTUNE_FALLBACK": ""}, OVERRIDES, tmp_path).config.checkpoint.fallback_dir is None
+
+
 def test_every_size_stands_for_a_shipped_config_with_it_in_its_name() -> None:
     shipped = {path.stem for path in list_shipped_configs()}
     for size, name in CONFIG_OF_SIZE.items():
@@ -160,7 +168,7 @@ def test_shell_assignments_survive_quotes_and_dollar_signs(tmp_path: Path) -> No
 
 def test_env_example_and_all_tasks_offer_every_variable() -> None:
     offered = read_offered_variables()
-    others = {"CONFIG", "MODEL_SIZE", "HF_TOKEN", "WANDB_API_KEY", "FCTUNE_SHARED", "FCTUNE_NETWORK"}
+    others = {"CONFIG", "MODEL_SIZE", "HF_TOKEN", "WANDB_API_KEY", "FCTUNE_SHARED", "FCTUNE_NETWORK", "FCTUNE_FALLBACK"}
     assert set(ENV_OVERRIDES) | others <= offered
     for task in ("sky/finetune.yaml", "sky/slurm/finetune.yaml", "sky/prepare.yaml"):
         envs = yaml.safe_load((ROOT / task).read_text())["envs"]
@@ -172,5 +180,5 @@ def test_env_example_and_all_tasks_offer_every_variable() -> None:
 def test_env_example_explains_every_variable_that_the_node_scripts_read() -> None:
     scripts = [(ROOT / "sky" / name).read_text() for name in ("run_node.sh", "prepare_node.sh")]
     read = {name for text in scripts for name in re.findall(r"\$\{?([A-Z][A-Z_]+)", text)} | {ALLOW_VARIABLE}
-    external = ("SKYPILOT_", "SLURM_", "TORCHINDUCTOR", "TRITON", "PATH", "PWD", "BASHPID", "PYTHON")
+    external = ("SKYPILOT_", "SLURM_", "KUBERNETES_", "TORCHINDUCTOR", "TRITON", "PATH", "PWD", "BASHPID", "PYTHON")
     assert {name for name in read if not name.startswith(external)} <= read_offered_variables()

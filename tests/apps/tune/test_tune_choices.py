@@ -108,6 +108,8 @@ def test_what_the_user_sets_is_never_chosen() -> None:
     config, reasons = choose("fctune/assets/tiny_base", CPU, RowFacts(100, 20_000, 300), *given)
     assert (config.epochs, config.optimizer["lr"], config.data.seq_len) == (7, 1e-3, 512)
     assert reasons["epochs"] == "command line"
+    short, _ = choose("fctune/assets/tiny_base", CPU, RowFacts(100, 20_000, 300), *given, "max_steps=40")
+    assert short.log_every_n_steps == 2, "of the steps that are trained, not of those of all epochs"
     with pytest.raises(ConfigError, match="epoch: unknown key"):
         choose("fctune/assets/tiny_base", CPU, RowFacts(100, 20_000, 300), "epoch=7")
 
