@@ -102,7 +102,9 @@ class RowProfile:
         if not self.tried:
             return share * self.share("call", "tools")
         if kind not in self._eligible:
-            augmenter = Augmenter(AugmentConfig(max_tools=self.max_tools, **{kind: 1.0}), self.pool)
+            config = AugmentConfig(max_tools=self.max_tools)
+            setattr(config, kind, 1.0)
+            augmenter = Augmenter(config, self.pool)
             for source, row in self.tried:
                 augmenter.expand(row, source)
             num_with_tools = sum(bool(row.conversation.tools) for _, row in self.tried)
