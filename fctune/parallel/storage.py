@@ -12,8 +12,6 @@ from fctune.parallel.memory import MemoryModel, optimizer_state_bytes
 
 HOST_GB_S = 25  # rate of a GPU's copies to pinned memory over PCIe while all GPUs of the node copy
 
-# Unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 H100s (https://arxiv.org/abs/2407.21783).
-FAILURES_PER_GPU_DAY = 419 / 54 / 16_384
 KERNEL_CACHE_BYTES = 5 * 2**30  # kernels compiled by Triton and Inductor during a run, on each node's own disk
 
 # Above this share of time lost to saves and failures, the first-order estimate is only a lower bound.

@@ -23,7 +23,7 @@ from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.files import format_bytes
-from fctune.base.gpus import GPUS
+from fctune.base.gpus import FAILURES_PER_GPU_DAY, GPUS
 from fctune.checkpoint.saver import Guard, first_write_limit, no_guard
 from fctune.checkpoint.state import TrainState
 from fctune.config.cache import prepared_root
@@ -66,7 +66,7 @@ from fctune.parallel.layout import (
 from fctune.parallel.memory import MemoryModel
 from fctune.parallel.search import plan_speed
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
-from fctune.parallel.storage import FAILURES_PER_GPU_DAY, plan_storage
+from fctune.parallel.storage import plan_storage
 from fctune.runs.device import compute_capability, describe_device, find_gpu_kind, total_memory
 from fctune.runs.directory import RunDirectory
 from fctune.runs.metrics import GIB, active_memory_gib

@@ -87,7 +87,7 @@ def test_each_step_is_printed_with_its_findings_and_the_next_commands(tuned: Tun
     assert "60 of 60 usable" in tuned.output
     assert "held out to judge with: 12 cases" in tuned.output
     assert "12 of 60 rows held out, 12 cases for the gate; never trained on" in tuned.output
-    steps = {int(text) for text in re.findall(r"(\d+) steps", tuned.output)}
+    steps = {int(text) for text in re.findall(r"(?:;|for) (\d+) steps", tuned.output)}
     assert steps == {len((tuned.folder / "out" / "run" / "metrics.jsonl").read_text().splitlines())}
     assert "not run: bfcl" in tuned.output  # listed, never as passed
     verdict = json.loads((tuned.folder / "out" / "gate" / "gate.json").read_text())["verdict"]

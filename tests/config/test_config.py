@@ -347,6 +347,7 @@ def test_every_key_that_stands_for_another_trainers_name_exists() -> None:
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z_-]+[a-z]")
 _KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+(?==)|(?<=\bset )[a-z_]+(?:\.[a-z_]+)+")
 _OF_OTHERS = {
+    "--disable-log-stats",
     "--help",
     "--heat",
     "--max-model-len",

@@ -141,9 +141,9 @@ def test_what_does_not_exist_is_named_and_nothing_is_written(hub: HubServer, clo
     assert "fault: model.path: the hub has no model some/modle" in done.stdout
     assert "fault: data.sources.0.path: the hub has no dataset some/row" in done.stdout
     assert not hub.sent
-    done = prepare(clone, environment_of(tmp_path, hub, MODEL_SIZE="9B"))
+    done = prepare(clone, environment_of(tmp_path, hub, MODEL_SIZE="11B"))
     assert done.returncode == 2
-    assert "MODEL_SIZE=9B" in done.stderr
+    assert "MODEL_SIZE=11B" in done.stderr
     done = prepare(clone, environment_of(tmp_path, hub, CONFIG=TINY, DATASET="missing/rows.jsonl"))
     assert done.returncode == 2
     assert "no such file or directory" in done.stderr

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fctune.base.errors import ConfigProblems
-from fctune.base.gpus import Gpu
-from fctune.parallel.storage import FAILURES_PER_GPU_DAY
+from fctune.base.gpus import FAILURES_PER_GPU_DAY, Gpu
 from fctune.runs.prices import NETWORK_GIB, Prices
 
 # Gigabytes per second from the hub and the registry to a node. An assumption; ``--download-gb-s``.

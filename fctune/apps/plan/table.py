@@ -9,13 +9,14 @@ from rich.table import Table
 
 from fctune.apps.plan.estimate import IMAGE_GB, PREPARED_TOKENS_S, RolloutPlan
 from fctune.apps.plan.plan import MAX_EXTRA_COST, WORTHWHILE_SPEEDUP, Plan, ScalingPoint
+from fctune.base.gpus import FAILURES_PER_GPU_DAY
 from fctune.base.terminal import print_full_width
 from fctune.config.intervals import AUTO, format_count, format_duration, parse_interval
 from fctune.parallel.footprint import GIB, LABELS, SAFE_SHARE
 from fctune.parallel.memory import Setting
 from fctune.parallel.search import Variant, format_overrides, list_overrides
 from fctune.parallel.speed import MEASURED_RANGE
-from fctune.parallel.storage import FAILURES_PER_GPU_DAY, KERNEL_CACHE_BYTES, MAX_LOST_SHARE, count_elastic_steps
+from fctune.parallel.storage import KERNEL_CACHE_BYTES, MAX_LOST_SHARE, count_elastic_steps
 from fctune.runs.prices import Cost
 
 
