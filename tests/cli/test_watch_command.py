@@ -30,7 +30,9 @@ def test_once_prints_the_run_as_it_is(
 def test_a_run_that_is_asked_something_is_judged_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "run", 12, success=SuccessConfig())
     main(["watch", str(tmp_path / "run")])  # no terminal: as once
-    assert re.search(r"FAIL +tokens/s per GPU, median +> 2,000 ", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert re.search(r"PASS +GPU utilization +>= 85", printed)
+    assert re.search(r"FAIL +final checkpoint", printed)
 
 
 def test_wrong_input_is_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
