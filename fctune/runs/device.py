@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import re
 import statistics
@@ -111,6 +112,20 @@ def read_health(index: int) -> DeviceHealth | None:
         has_remap_failed=None if remapped is None else bool(remapped[3]),
         num_links=len(states),
         num_active_links=sum(map(bool, states)),
+    )
+
+
+def are_linked(num_gpus: int) -> bool:
+    """Return True if NVLink connects each pair of this node's first GPUs; False without NVML."""
+    opened = [_open_device(index) for index in range(num_gpus)]
+
+    def is_linked(nvml: Any, first: Any, second: Any) -> bool:
+        index = nvml.NVML_P2P_CAPS_INDEX_NVLINK
+        return bool(nvml.nvmlDeviceGetP2PStatus(first, second, index) == nvml.NVML_P2P_STATUS_OK)
+
+    return all(
+        None not in (first, second) and _query(lambda n=nvml, a=first, b=second: is_linked(n, a, b))
+        for (nvml, first), (_, second) in itertools.combinations(opened, 2)
     )
 
 

@@ -15,9 +15,18 @@ from fctune.runs.device import find_gpu_kind
 
 _INFINIBAND = Path("/sys/class/infiniband")
 
-# A healthy link reaches at least half of the GPU's usual machine; a tenth only if a fallback is in use: TCP instead of
-# InfiniBand, or host memory instead of NVLink.
+# Links that are known to be there reach at least half of their rate; less than a tenth shows that a fallback is in use:
+# TCP instead of InfiniBand, or host memory instead of NVLink.
 _MIN_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """GPUs of a node, of which all are of one kind."""
+
+    count: int
+    name: str  # as the driver reports it; of an unknown kind, bandwidth is not judged
+    are_linked: bool  # NVLink connects each pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +158,22 @@ def read_min_bandwidth(environment: Mapping[str, str]) -> float:
 
 
 def judge_all_reduce(
-    rank: int, nodes: Sequence[Measured], num_gpus: int, gpu: str, environment: Mapping[str, str]
+    rank: int,
+    nodes: Sequence[Measured],
+    devices: Devices,
+    ports: Sequence[Mapping[str, float]],
+    environment: Mapping[str, str],
 ) -> list[Problem]:
     """Judge the all_reduce of this node, knowing those of all: a node that fails alone is not laid to the others.
+
+    A low bandwidth is a fault where the links are known, since machines with the same GPU differ in them: by NVML in a
+    node, and by the ports of all nodes between them. Elsewhere it is a note.
 
     Args:
         rank: This node's.
         nodes: The measurement of each node.
-        num_gpus: GPUs of each node.
-        gpu: Name of this node's GPUs, as the driver reports it; of an unknown one, bandwidth is not judged.
+        devices: This node's GPUs.
+        ports: ``describe_ports`` of each node.
         environment: ``PREFLIGHT_MIN_BANDWIDTH`` and the variables of ``expects_infiniband``.
     """
     own = nodes[rank]
@@ -169,21 +185,25 @@ def judge_all_reduce(
     }
     if own.failed is not None and (own.failed == "node" or not any(is_node_bad)):
         return [Problem(f"{what[own.failed]} failed ({own.error})", remedies[own.failed])]
-    kind = find_gpu_kind(gpu)
+    kind = find_gpu_kind(devices.name)
     share = read_min_bandwidth(environment)
     problems = []
     for scope, gb_s in own.gb_s.items():
         if kind is None:
             continue
-        usual = GPUS[kind].link_gb_s if scope == "node" else GPUS[kind].nic_gb_s * num_gpus
-        if gb_s >= share * usual:
+        if scope == "node":
+            expected, is_known = GPUS[kind].link_gb_s, devices.are_linked
+        else:
+            inside = (one.gb_s["node"] for one in nodes if "node" in one.gb_s)  # as fast as the slowest node at most
+            totals = (sum(one.values()) for one in ports if one)
+            expected = min([GPUS[kind].nic_gb_s * devices.count, *inside, *totals])
+            is_known = all(ports) and expects_infiniband(environment)
+        if gb_s >= share * expected:
             continue
-        message = (
-            f"{what[scope]} reached {gb_s:.3g} GB/s, less than {share:.0%} of the {usual:.3g} of its usual machine"
-        )
+        message = f"{what[scope]} reached {gb_s:.3g} GB/s, less than {share:.0%} of the {expected:.3g} of "
+        message += ("its links" if scope == "node" else "the ports") if is_known else "its usual machine"
         remedy = f"{remedies[scope]}. PREFLIGHT_MIN_BANDWIDTH=0 accepts it"
-        is_fault = scope == "node" or expects_infiniband(environment)
-        problems.append(Problem(message, remedy, "fault" if is_fault else "note"))
+        problems.append(Problem(message, remedy, "fault" if is_known else "note"))
     return problems
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,16 +14,17 @@ import torch
 from fctune.apps.preflight import all_reduce, checks, links, preflight
 from fctune.apps.preflight.all_reduce import Measured, measure_all_reduce, read_bandwidths
 from fctune.apps.preflight.checks import Mounts
-from fctune.apps.preflight.links import check_network, compare_ports, describe_ports, judge_all_reduce
+from fctune.apps.preflight.links import Devices, check_network, compare_ports, describe_ports, judge_all_reduce
 from fctune.apps.preflight.preflight import Request, run_preflight
 from fctune.apps.preflight.rendezvous import Node, Rendezvous
 from fctune.base.errors import ConfigError
-from fctune.runs.device import read_health
+from fctune.runs.device import are_linked, read_health
 from tests.apps.preflight.preflight_nodes import OVERRIDES, TINY
 from tests.conftest import ROOT
 from tests.ranks import find_port
 
-H100 = "NVIDIA H100 80GB HBM3"
+LINKED = Devices(8, "NVIDIA H100 80GB HBM3", are_linked=True)
+PORTS = [{f"mlx5_{index}:1": 50.0 for index in range(8)}] * 2
 EXPECTED = {"EXPECT_INFINIBAND": "1"}
 
 
@@ -33,11 +34,14 @@ class FakeGpu:
 
     rows: tuple[int, int, int, int] | None = (0, 0, 0, 0)
     links: list[int] = field(default_factory=lambda: [1] * 18)
+    switch: bool = True  # its links go to NVSwitches
+    bridge: int = 0  # without switches, the bridge that its links go to
 
 
 class FakeNvml:
     """The part of pynvml that a preflight uses, for idle GPUs."""
 
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
     NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
 
     class NVMLError(Exception):
@@ -76,6 +80,10 @@ class FakeNvml:
         if link >= len(gpu.links):
             raise self.NVMLError
         return gpu.links[link]
+
+    def nvmlDeviceGetP2PStatus(self, first: FakeGpu, second: FakeGpu, index: int) -> int:
+        """Return 0 if NVLink connects two GPUs, and otherwise 1 for an unsupported chipset."""
+        return int(not (first.switch and second.switch) and first.bridge != second.bridge)
 
 
 def install_nvml(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu) -> None:
@@ -220,27 +228,60 @@ def test_lines_of_nccl_do_not_hide_the_bandwidths() -> None:
     assert read_bandwidths(output) == {"node": 250.5, "all": 200.0}
 
 
-def test_low_bandwidth_is_a_fault_by_the_share_of_the_usual_machine() -> None:
-    fit = Measured({"node": 250.0, "all": 200.0})
-    slow = Measured({"node": 20.0, "all": 5.0})  # over host memory, and over TCP
-    assert judge_all_reduce(0, [fit, fit], 8, H100, EXPECTED) == []
-    inside, across = judge_all_reduce(1, [fit, slow], 8, H100, EXPECTED)
-    assert "reached 20 GB/s, less than 10% of the 450" in inside.message
-    assert "reached 5 GB/s, less than 10% of the 400" in across.message
-    assert inside.severity == across.severity == "fault"
-    assert [one.severity for one in judge_all_reduce(1, [fit, slow], 8, H100, {})] == ["fault", "note"]
-    assert judge_all_reduce(1, [fit, slow], 8, H100, EXPECTED | {"PREFLIGHT_MIN_BANDWIDTH": "0"}) == []
-    assert judge_all_reduce(1, [fit, slow], 8, "Unknown GPU", EXPECTED) == []
+def test_low_bandwidth_is_a_fault_where_the_links_are_known_and_otherwise_a_note() -> None:
+    fit, inside = Measured({"node": 250.0, "all": 200.0}), Measured({"node": 20.0, "all": 18.0})
+    across = Measured({"node": 250.0, "all": 5.0})
+    assert judge_all_reduce(0, [fit, fit], LINKED, PORTS, EXPECTED) == []
+    (fault,) = judge_all_reduce(1, [fit, inside], LINKED, PORTS, EXPECTED)  # over host memory
+    assert "reached 20 GB/s, less than 10% of the 450 of its links" in fault.message
+    assert fault.severity == "fault"
+    (note,) = judge_all_reduce(1, [fit, inside], replace(LINKED, are_linked=False), PORTS, EXPECTED)
+    assert "of the 450 of its usual machine" in note.message
+    assert note.severity == "note"
+    (fault,) = judge_all_reduce(1, [fit, across], LINKED, PORTS, EXPECTED)  # over TCP
+    assert "reached 5 GB/s, less than 10% of the 250 of the ports" in fault.message
+    assert fault.severity == "fault"
+    for ports, environment in ((PORTS, {}), ([{}, {}], EXPECTED)):
+        (note,) = judge_all_reduce(1, [fit, across], LINKED, ports, environment)
+        assert note.severity == "note", environment
+    assert judge_all_reduce(1, [fit, across], LINKED, [{"mlx5_0:1": 50.0}] * 2, EXPECTED) == []
+    assert judge_all_reduce(0, [Measured({"all": 40.0})] * 2, replace(LINKED, count=1), [{}, {}], EXPECTED) == []
+    assert judge_all_reduce(1, [fit, across], LINKED, PORTS, EXPECTED | {"PREFLIGHT_MIN_BANDWIDTH": "0"}) == []
+    assert judge_all_reduce(1, [fit, across], replace(LINKED, name="Unknown GPU"), PORTS, EXPECTED) == []
     with pytest.raises(ConfigError, match="PREFLIGHT_MIN_BANDWIDTH=10%: expected a share"):
-        judge_all_reduce(0, [fit], 8, H100, {"PREFLIGHT_MIN_BANDWIDTH": "10%"})
+        judge_all_reduce(0, [fit], LINKED, PORTS, {"PREFLIGHT_MIN_BANDWIDTH": "10%"})
+
+
+@pytest.mark.parametrize(
+    ("gpu", "inside", "across", "port"),
+    [("A100 80GB PCIe", 12.0, 8.0, 25.0), ("A100-SXM4-40GB", 230.0, 12.0, 12.5), ("H200 NVL", 40.0, 30.0, 50.0)],
+)
+def test_healthy_machines_with_fewer_links_than_usual_are_fit(
+    gpu: str, inside: float, across: float, port: float
+) -> None:
+    nodes = [Measured({"node": inside, "all": across})] * 2
+    devices = Devices(8, f"NVIDIA {gpu}", are_linked="SXM" in gpu)
+    problems = judge_all_reduce(0, nodes, devices, [{f"mlx5_{i}:1": port for i in range(4)}] * 2, EXPECTED)
+    assert {problem.severity for problem in problems} <= {"note"}
+
+
+def test_gpus_are_linked_if_nvlink_connects_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvml(monkeypatch, *[FakeGpu()] * 4)
+    assert are_linked(4)
+    bridge = FakeGpu(switch=False)
+    install_nvml(monkeypatch, bridge, bridge, FakeGpu(switch=False, bridge=1))
+    assert are_linked(2)
+    assert not are_linked(3), "NVML shows all links of all three as active"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert not are_linked(2)
 
 
 def test_a_node_that_fails_by_itself_is_blamed_alone() -> None:
     bad, waiting = Measured({}, "node", "rank 3: NCCL error"), Measured({"node": 250.0}, "all", "no result after 48 s")
-    assert judge_all_reduce(0, [waiting, bad], 8, H100, EXPECTED) == []
-    (fault,) = judge_all_reduce(1, [waiting, bad], 8, H100, EXPECTED)
+    assert judge_all_reduce(0, [waiting, bad], LINKED, PORTS, EXPECTED) == []
+    (fault,) = judge_all_reduce(1, [waiting, bad], LINKED, PORTS, EXPECTED)
     assert "among the GPUs of this node failed (rank 3: NCCL error)" in fault.message
-    (fault,) = judge_all_reduce(0, [waiting, waiting], 8, H100, EXPECTED)
+    (fault,) = judge_all_reduce(0, [waiting, waiting], LINKED, PORTS, EXPECTED)
     assert "over all nodes failed (no result after 48 s)" in fault.message
 
 
