@@ -117,17 +117,25 @@ def check_network(num_nodes: int, num_gpus: int, environment: Mapping[str, str])
 
 
 def describe_ports(environment: Mapping[str, str]) -> dict[str, float]:
-    """Return the GB/s of each active port that NCCL may use, by name, for ``compare_ports``."""
+    """Return the GB/s of each active port that NCCL may use, by name; empty where InfiniBand is not used."""
+    if environment.get("NCCL_IB_DISABLE") == "1" or environment.get("EXPECT_INFINIBAND") == "0":
+        return {}
     selected = select_ports(read_ports(), environment.get("NCCL_IB_HCA") or "")
     return {port.name: port.gb_s for port in selected if port.is_active}
 
 
-def compare_ports(rank: int, nodes: Sequence[Mapping[str, float]]) -> list[Problem]:
-    """Compare this node's active ports with those of the node that has the most bandwidth; less is a fault of this one.
+def compare_ports(
+    rank: int, nodes: Sequence[Mapping[str, float]], environment: Mapping[str, str]
+) -> list[Problem]:
+    """Compare this node's active ports with those of the node that has the most bandwidth.
+
+    Less is a fault of this node if ``NCCL_IB_HCA`` names the ports, and otherwise a note: NCCL may not use all of them,
+    such as one for management.
 
     Args:
         rank: This node's.
         nodes: ``describe_ports`` of each node.
+        environment: ``NCCL_IB_HCA``.
     """
     totals = [sum(ports.values()) for ports in nodes]
     best, own = totals.index(max(totals)), nodes[rank]
@@ -138,7 +146,9 @@ def compare_ports(rank: int, nodes: Sequence[Mapping[str, float]]) -> list[Probl
         f"its active InfiniBand ports have {8 * totals[rank]:,.0f} Gb/s together, where node {best} has "
         f"{8 * totals[best]:,.0f}; compare {', '.join(worse) or 'the ports'} with ibstat"
     )
-    return [Problem(message, "Drain the node, or set NCCL_IB_HCA on all nodes to ports that each of them has")]
+    severity: Literal["fault", "note"] = "fault" if environment.get("NCCL_IB_HCA") else "note"
+    remedy = "Drain the node, or set NCCL_IB_HCA on all nodes to ports that each of them has"
+    return [Problem(message, remedy, severity)]
 
 
 def read_min_bandwidth(environment: Mapping[str, str]) -> float:

@@ -65,7 +65,7 @@ def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, La
         launch, problems = _check_node(node, request, device_problems)
         ports = links.describe_ports(request.environment) if request.num_gpus else {}
         nodes = rendezvous.gather("node", checks.describe_node() | {"ports": ports})
-        port_problems = links.compare_ports(node.rank, [other["ports"] for other in nodes])
+        port_problems = links.compare_ports(node.rank, [other["ports"] for other in nodes], request.environment)
         problems += port_problems
         problems += _check_shared(rendezvous, request.mounts.shared)
         problems += _check_clock(rendezvous, request.clock)
