@@ -206,6 +206,23 @@ def test_the_config_selects_the_recipe(tmp_path: Path) -> None:
     assert f"checkpoint.fallback_dir={tmp_path}/network/fallback" in recorded(tmp_path, "")
 
 
+def test_an_export_that_is_only_on_the_nodes_own_disk_is_not_a_success(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1")
+    merged = tmp_path / "network" / "fallback" / "tiny_lora" / "export" / "merged"
+    (Path(environment["RUN"]) / "export").mkdir(parents=True)
+    skip_preflight(script, environment)
+    write_tune(script, f"mkdir -p {merged}; exit 0")
+    for link in ("", f"ln -sfn {merged} export/merged; exit 0"):  # a full disk may have no room for the link
+        if link:
+            write_tune(script, link)
+        done = run(script, environment)
+        assert done.returncode == 74, done.stdout + done.stderr
+        assert f"copy it to another disk: {merged}" in done.stdout
+    assert run(script, environment | {"FCTUNE_FALLBACK": str(tmp_path / "network" / "fallback")}).returncode == 0
+    assert run(script, environment | {"SLURM_JOB_ID": "41"}).returncode == 0, "no disk is chosen there"
+
+
 @pytest.mark.parametrize(("recorded_code", "code"), [("76", 76), ("75", 75), ("74", 74), ("2", 2), ("", 1), ("0", 1)])
 def test_the_exit_code_is_the_one_in_exit_json(recorded_code: str, code: int, tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
