@@ -194,7 +194,9 @@ def judge_all_reduce(
         "all": "Set NCCL_DEBUG=INFO; ibstat, the firewall between the nodes and NCCL_SOCKET_IFNAME",
     }
     if own.failed is not None and (own.failed == "node" or not any(is_node_bad)):
-        return [Problem(f"{what[own.failed]} failed ({own.error})", remedies[own.failed])]
+        remedy = f"{remedies[own.failed]}. PREFLIGHT_MIN_BANDWIDTH=0 leaves this check out"
+        remedy += "; a larger PREFLIGHT_WAIT_S gives it more time" if own.is_late else ""
+        return [Problem(f"{what[own.failed]} failed ({own.error})", remedy)]
     kind = find_gpu_kind(devices.name)
     share = read_min_bandwidth(environment)
     problems = []

@@ -79,7 +79,7 @@ def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, La
         if unfit := find_faulty_nodes(severities, has_bad_hardware):
             code = NODE_FAULT
         bandwidths = ""
-        if code == 0 and request.num_gpus * node.count > 1:
+        if code == 0 and request.num_gpus * node.count > 1 and links.read_min_bandwidth(request.environment) > 0:
             code, unfit, bandwidths = _check_all_reduce(rendezvous, request, nodes, show)
         if code == 0 and node.is_head:
             fit = f"preflight: {format_count(node.count, 'node is', 'nodes are')} fit ({', '.join(hosts)})"
@@ -161,8 +161,10 @@ def _check_all_reduce(
     severities = rendezvous.gather("all_reduce judged", [problem.severity for problem in problems])
     code = _report(node, problems, hosts, severities, show)
     unfit = find_faulty_nodes(severities, ["fault" in of_node for of_node in severities])
-    if unfit or any(one.failed == "all" for one in nodes):  # a network that fails may answer at the next start
+    # A network that fails may answer at the next start, and so may a node that was only late, which is not excluded.
+    if unfit or any(one.failed == "all" for one in nodes):
         code = NODE_FAULT
+    unfit = [rank for rank in unfit if not nodes[rank].is_late]
     return code, unfit, links.describe_all_reduce(nodes)
 
 

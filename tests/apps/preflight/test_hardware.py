@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -226,7 +227,7 @@ def test_two_nodes_run_an_all_reduce_and_one_alone_gives_up_in_time() -> None:
     alone = Rendezvous(Node(0, 2, "127.0.0.1", find_port(), 60))
     lost = measure_all_reduce(alone.node, 1, limit_s=6)
     assert lost.failed == "all"
-    assert lost.error
+    assert (lost.error, lost.is_late) == ("rank 0: no result after 6 s", True)
 
 
 def test_lines_of_nccl_do_not_hide_the_bandwidths() -> None:
@@ -308,6 +309,46 @@ def test_a_preflight_ends_with_the_bandwidth_or_with_what_failed(
     code, launch, unfit = run_preflight(Node(0, 1, "127.0.0.1", find_port()), request, lines.append)
     assert (code, launch, unfit) == (1, None, [])
     assert "fault: an all_reduce among the GPUs of this node failed (rank 1: NCCL error)" in lines[-1]
+    request = replace(request, environment={"PREFLIGHT_MIN_BANDWIDTH": "0"})
+    assert run_preflight(Node(0, 1, "127.0.0.1", find_port()), request, lines.append)[0] == 0, "it is left out"
+
+
+@pytest.mark.parametrize(("is_late", "excluded"), [(False, [1]), (True, [])])
+def test_a_node_that_was_only_late_is_not_excluded(
+    is_late: bool, excluded: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failed = Measured({}, "node", "rank 3: no result after 48 s", is_late)
+
+    class Exchanged:
+        """A rendezvous of two nodes, of which the second one's all_reduce fails."""
+
+        node = Node(0, 2, "127.0.0.1", 0)
+
+        def gather(self, name: str, value: object) -> list[object]:
+            return [value, asdict(failed) if name == "all_reduce" else ["fault"]]
+
+    monkeypatch.setattr(preflight, "measure_all_reduce", lambda node, num_gpus: Measured({"node": 250.0}))
+    request = Request(TINY, OVERRIDES, 8, Mounts(tmp_path, tmp_path), {})
+    described = [{"host": f"host-{rank}", "ports": {}} for rank in range(2)]
+    exchanged = cast(Rendezvous, Exchanged())
+    code, unfit, _ = preflight._check_all_reduce(exchanged, request, described, print)
+    assert (code, unfit) == (76, excluded)
+
+
+@pytest.mark.parametrize(("wait_s", "limit_s"), [(60, 48), (900, 300), (200, 160)])
+def test_the_time_of_an_all_reduce_follows_that_of_the_preflight(
+    wait_s: float, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def record(command: list[str], limit_s: float) -> None:
+        limits.append(limit_s)
+        raise OSError
+
+    monkeypatch.setattr(all_reduce, "run_command", record)
+    with pytest.raises(OSError):
+        measure_all_reduce(Node(0, 1, "127.0.0.1", 0, wait_s), 1)
+    assert limits == [limit_s]
 
 
 def test_a_rank_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
