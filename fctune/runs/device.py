@@ -71,6 +71,7 @@ class DeviceHealth:
     has_remap_failed: bool | None  # no spare row was left
     num_links: int  # NVLinks whose state NVML reports; 0 without NVLink
     num_active_links: int
+    has_switch: bool  # its NVLinks go to NVSwitches
 
 
 def read_device(index: int) -> DeviceReading | None:
@@ -112,6 +113,7 @@ def read_health(index: int) -> DeviceHealth | None:
         has_remap_failed=None if remapped is None else bool(remapped[3]),
         num_links=len(states),
         num_active_links=sum(map(bool, states)),
+        has_switch=any(_query(lambda link=link: _is_switched(nvml, handle, link)) for link in range(len(states))),
     )
 
 
@@ -171,6 +173,10 @@ def _open_device(index: int) -> tuple[Any, Any]:
     if nvml is None:
         return None, None
     return nvml, _query(lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}"))
+
+
+def _is_switched(nvml: Any, handle: Any, link: int) -> bool:
+    return bool(nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
 
 
 def _load_nvml() -> Any:

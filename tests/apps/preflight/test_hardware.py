@@ -42,7 +42,7 @@ class FakeGpu:
 class FakeNvml:
     """The part of pynvml that a preflight uses, for idle GPUs."""
 
-    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, NVML_NVLINK_DEVICE_TYPE_SWITCH = 2, 0, 2
     NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
 
     class NVMLError(Exception):
@@ -82,6 +82,12 @@ class FakeNvml:
             raise self.NVMLError
         return gpu.links[link]
 
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, gpu: FakeGpu, link: int) -> int:
+        """Return what a link goes to: 0 for a GPU, 2 for a switch."""
+        if not self.nvmlDeviceGetNvLinkState(gpu, link):
+            raise self.NVMLError
+        return 2 * gpu.switch
+
     def nvmlDeviceGetP2PStatus(self, first: FakeGpu, second: FakeGpu, index: int) -> int:
         """Return 0 if NVLink connects two GPUs, and otherwise 1 for an unsupported chipset."""
         return int(not (first.switch and second.switch) and first.bridge != second.bridge)
@@ -108,6 +114,15 @@ def test_a_gpu_with_fewer_active_nvlinks_than_another_is_a_fault(monkeypatch: py
     (problem,) = checks._check_readings(3)
     assert problem.message == "GPU 1: 16 of 18 NVLinks are active, but 18 on another GPU of this node"
     assert problem.severity == "fault"
+
+
+def test_a_gpu_without_active_nvlinks_is_a_fault_only_among_nvswitches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for switch, severity in ((False, "note"), (True, "fault")):
+        bridged, alone = FakeGpu(links=[1] * 12, switch=switch), FakeGpu(links=[0] * 12, switch=switch)
+        install_nvml(monkeypatch, bridged, bridged, alone)
+        (problem,) = checks._check_readings(3)
+        assert problem.message == "GPU 2: 0 of 12 NVLinks are active, but 12 on another GPU of this node"
+        assert problem.severity == severity
 
 
 def test_nvlinks_that_are_inactive_on_all_gpus_are_a_note_and_none_at_all_are_fine(
