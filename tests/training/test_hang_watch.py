@@ -64,9 +64,12 @@ def hang(rank: int, port: int, folder: Path, what: str) -> None:
     from fctune.checkpoint.store import CheckpointStore
     from fctune.config.schema import RunConfig
     from fctune.runs.directory import RunDirectory
+    from fctune.training.callbacks import hang_watch
     from fctune.training.entry import Run
     from fctune.training.peers import RankProcess
 
+    assert hang_watch._MIN_SPREAD_S >= 30, "NFS keeps a name that it has not found for that long"
+    hang_watch._MIN_SPREAD_S = 5.0  # this disk is local
     be_rank(rank, 2, port)
     dist.init_process_group("gloo")
     world = World(rank, 2, 0, torch.device("cpu"), ranks_per_node=1)

@@ -30,8 +30,9 @@ _MIN_COMPILED_LIMIT_S = 600.0  # a block that must be compiled again, on a busy 
 _FIRST_LIMIT_S = 1800.0  # compilation and first allocations
 _REPORT_S = 8.0  # limit of each part of a report, whose disk or terminal may hang too
 
-# Ranks start a step together and take the same time for it, so they reach its limit within this share of it.
-_SPREAD, _MIN_SPREAD_S = 0.05, 5.0
+# Ranks start a step together and take the same time for it, so they reach its limit within this share of it. A network
+# file system may show another node's file half a minute late.
+_SPREAD, _MIN_SPREAD_S = 0.05, 30.0
 _IN_COLLECTIVE, _ELSEWHERE = "main thread: waits for other ranks", "main thread: elsewhere"
 # Where a rank waits for others, and where it reads its own data.
 _COLLECTIVES = ("/torch/distributed/", "/fctune/base/distributed.py")
