@@ -273,8 +273,14 @@ if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$output_dir/.lock" -nt "$started"
   code=${has_memory:+76}
   [ "$nodes" -gt 1 ] || faulty_nodes=0
 fi
-# A node was lost after the preflight, and before there was a run to record it in.
-if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$nodes" -gt 1 ] && [ ! -e "$launch.met" ]; then
+# A node was lost after the preflight, and before there was a run to record it in, unless torchrun could not start the
+# recipe or be started: with such a mistake, every start ends like this one.
+starts_recipe() {
+  [ "$ended" != 2 ] && [ "$ended" != 126 ] && [ "$ended" != 127 ] || return
+  [ ! -f "recipes/$recipe.py" ] || timeout 120 python -c "import recipes.$recipe" > /dev/null 2>&1
+  [ $? != 1 ]
+}
+if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$nodes" -gt 1 ] && [ ! -e "$launch.met" ] && starts_recipe; then
   code=${has_memory:+76}
 fi
 [ "${code:-0}" != 0 ] || code=1

@@ -320,6 +320,8 @@ def test_the_faulty_node_is_named_to_the_batch_script(what: str, ended: str, tmp
     [
         ("2", "", 76),  # torchrun has not reached the other nodes, or its ranks not each other
         ("2", "touch $FCTUNE_RANKS_MET", 1),
+        ("2", "echo 'import not_installed' > ../../../recipes/lora_fc_distributed.py", 1),
+        ("2", "exit 2", 1),  # of an option that torchrun does not know
         ("1", "", 1),  # nobody to be lost
     ],
 )
@@ -330,6 +332,8 @@ def test_a_node_that_is_lost_before_the_ranks_have_met_restarts_the_run(
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", NUM_NODES=nodes, MASTER_ADDR="head")
     skip_preflight(script, environment)
     Path(environment["RUN"]).mkdir(parents=True)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "lora_fc_distributed.py").touch()
     write_tune(script, does)
     done = run(script, environment)
     assert done.returncode == code, done.stdout + done.stderr
