@@ -102,6 +102,8 @@ leave() {
 
 [ "$ranks" -gt 0 ] || { echo "$0: no GPU on $(hostname); to run on CPUs, set FCTUNE_CPU_RANKS=N" >&2; leave 1; }
 
+# Before the time limit, Slurm also signals the preflight. The training takes over this signal below.
+trap 'leave 75' USR1
 TORCH_CPP_LOG_LEVEL=FATAL python -m fctune.cli preflight --config "$config" --gpus "$gpus" \
   --wait "${PREFLIGHT_WAIT_S:-60}" --nodes "$nodes" --node-rank "$node" --address "$head" --port "$port" \
   --launch "$launch" "$@"

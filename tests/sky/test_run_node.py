@@ -339,6 +339,15 @@ def test_a_node_that_is_lost_before_the_ranks_have_met_restarts_the_run(
     assert done.returncode == code, done.stdout + done.stderr
 
 
+def test_a_stop_request_during_the_preflight_restarts_the_run(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    python = script.parents[1] / ".venv" / "bin" / "python"
+    python.write_text("#!/usr/bin/env bash\nkill -USR1 $PPID $$\nsleep 5\n")
+    done = run(script, environment_of(tmp_path, FCTUNE_CPU_RANKS="1", SLURM_JOB_ID="41"))
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert (tmp_path / "shared" / ENDED).read_text() == "75 \n"
+
+
 def test_ranks_that_the_kernel_killed_for_lack_of_memory_are_not_restarted(tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", EVENTS=str(tmp_path / "memory.events"))
