@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from fctune.apps.preflight import checks, preparation
+from fctune.apps.preflight import checks, downloads, preparation
 from fctune.apps.preflight.downloads import is_being_downloaded
 from fctune.apps.preflight.preparation import check_prepared, measure_unprepared, prepare_run
 from fctune.base.exit_codes import DONE, FAILED
