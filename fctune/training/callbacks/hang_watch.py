@@ -55,7 +55,7 @@ class HangWatch(Callback):
 
     Without a time-out the limit is 20 times the median of the last 50 steps, at least two minutes, or ten if blocks are
     compiled. ``guard`` gives saves and other writes a limit too, on any thread. The stack of every thread is written to
-    ``stacks/rank-N.txt`` first; if that or another part of the report hangs, the process ends nevertheless.
+    ``stacks/rank-N.txt`` first, and the next start keeps it as ``rank-N.before.txt``; if that or another part of the report hangs, the process ends nevertheless.
 
     Args:
         folder: The run's directory.
@@ -80,7 +80,8 @@ class HangWatch(Callback):
     ):
         self.file = folder / "stacks" / f"rank-{rank}.txt"
         with suppress(OSError):
-            self.file.unlink(missing_ok=True)  # of an earlier launch, from which the other ranks would conclude
+            # Of an earlier start, from which the other ranks would conclude.
+            self.file.replace(self.file.with_suffix(".before.txt"))
         self._rank, self._num_ranks, self._on_hang = rank, num_ranks, on_hang
         self._main_thread = threading.get_ident()
         self._timeout_s, self._write_timeout_s = timeout_s, write_timeout_s
