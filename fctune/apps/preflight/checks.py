@@ -228,8 +228,10 @@ def _check_nvlinks(health: Mapping[int, DeviceHealth]) -> list[Problem]:
         remedy = f"Drain the node; nvidia-smi nvlink -s -i {index} lists the links, dmesg has their errors (Xid 74)"
         if one.num_active_links < most:
             message = f"{message}, but {most} on another GPU of this node"
-            severity: Literal["fault", "note"] = "fault" if one.num_active_links or has_switch else "note"
-            problems.append(Problem(message, remedy if severity == "fault" else "Check that it has no bridge", severity))
+            if one.num_active_links or has_switch:
+                problems.append(Problem(message, remedy))
+            else:
+                problems.append(Problem(message, "Check that it is meant to have no bridge", "note"))
         elif 0 < most < one.num_links:
             problems.append(Problem(message, f"nvidia-smi nvlink -s -i {index} lists them", "note"))
     return problems

@@ -124,9 +124,7 @@ def describe_ports(environment: Mapping[str, str]) -> dict[str, float]:
     return {port.name: port.gb_s for port in selected if port.is_active}
 
 
-def compare_ports(
-    rank: int, nodes: Sequence[Mapping[str, float]], environment: Mapping[str, str]
-) -> list[Problem]:
+def compare_ports(rank: int, nodes: Sequence[Mapping[str, float]], environment: Mapping[str, str]) -> list[Problem]:
     """Compare this node's active ports with those of the node that has the most bandwidth.
 
     Less is a fault of this node if ``NCCL_IB_HCA`` names the ports, and otherwise a note: NCCL may not use all of them,

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from fctune.apps.preflight import checks
 from fctune.apps.preflight.checks import Mounts, Problem, count_partial_download, find_snapshot, list_hub_repositories
-from fctune.apps.preflight.downloads import download, find_downloads, is_being_downloaded, measure_repository, measure_snapshot
+from fctune.apps.preflight.downloads import (
+    download,
+    find_downloads,
+    is_being_downloaded,
+    measure_repository,
+    measure_snapshot,
+)
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.exit_codes import DONE, FAILED
 from fctune.base.files import format_bytes

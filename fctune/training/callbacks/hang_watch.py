@@ -55,7 +55,8 @@ class HangWatch(Callback):
 
     Without a time-out the limit is 20 times the median of the last 50 steps, at least two minutes, or ten if blocks are
     compiled. ``guard`` gives saves and other writes a limit too, on any thread. The stack of every thread is written to
-    ``stacks/rank-N.txt`` first, and the next start keeps it as ``rank-N.before.txt``; if that or another part of the report hangs, the process ends nevertheless.
+    ``stacks/rank-N.txt`` first; if that or another part of the report hangs, the process ends nevertheless. The next
+    start keeps the file as ``rank-N.before.txt``.
 
     Args:
         folder: The run's directory.

@@ -313,7 +313,7 @@ def test_a_preflight_ends_with_the_bandwidth_or_with_what_failed(
     monkeypatch.setattr(checks, "check_devices", lambda num_gpus: [])  # this machine has none
     request = Request(TINY, OVERRIDES, 2, Mounts(tmp_path, tmp_path), {})
     lines: list[str] = []
-    code, launch, _ = run_preflight(Node(0, 1, "127.0.0.1", find_port()), request, lines.append)
+    code, launch, _ = run_preflight(Node(0, 1, "127.0.0.1", find_port(), 300), request, lines.append)
     assert (code, len(lines)) == (0, 1), lines
     assert launch is not None
     assert "1 node is fit" in lines[0]
@@ -358,10 +358,10 @@ def test_the_time_of_an_all_reduce_follows_that_of_the_preflight(
 
     def record(command: list[str], limit_s: float) -> None:
         limits.append(limit_s)
-        raise OSError
+        raise OSError("not started")
 
     monkeypatch.setattr(all_reduce, "run_command", record)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="not started"):
         measure_all_reduce(Node(0, 1, "127.0.0.1", 0, wait_s), 1)
     assert limits == [limit_s]
 

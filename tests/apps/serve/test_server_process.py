@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
-from fctune.apps.serve.server import ServerEndedError, run_server
+from fctune.apps.serve.server import IdleWatch, ServerEndedError, run_server
 from fctune.base.errors import ConfigError
 from fctune.cli import main
 from tests.conftest import ROOT, TINY_BASE
