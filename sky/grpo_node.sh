@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run one node's part of a reinforcement run: the last node serves the policy, the others train; a single node does both.
 #
-#   CONFIG=configs/llama3_1_8b_grpo.yaml MODEL=/mnt/shared/model CASES=/mnt/shared/cases.jsonl sky/grpo_node.sh
+#   CONFIG=configs/llama3_1_8b_grpo.yaml MODEL=/mnt/shared/model CASES=/mnt/shared/cases.jsonl sky/grpo_node.sh [key=value ...]
 #
 # sky/grpo.yaml lists the variables; nodes are read from SkyPilot's or Slurm's. Exit codes are those of sky/run_node.sh: 76 also if the server is lost
 # while the training runs, and 1 if it does not start.
@@ -113,7 +113,7 @@ visible=$(seq -s, 0 $((gpus - 1)))
 training_ips=$(head -n "$training_nodes" <<< "$ips")
 SKYPILOT_NUM_NODES=$training_nodes SKYPILOT_NODE_IPS=$training_ips SKYPILOT_NUM_GPUS_PER_NODE=$gpus \
   sky/run_node.sh "grpo.cases=$CASES" grpo.engine=server "grpo.server.url=http://$host:$port" \
-  "grpo.server.served_model=policy" &
+  "grpo.server.served_model=policy" "$@" &
 training=$!
 # Training waits for a lost server, up to grpo.server.max_wait_s. This one does not come back.
 (

@@ -45,8 +45,12 @@ fi
 export FCTUNE_SHARED=${FCTUNE_SHARED:-/mnt/shared} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/mnt/network}
 export HF_HOME=${HF_HOME:-$FCTUNE_SHARED/huggingface} FCTUNE_CACHE=${FCTUNE_CACHE:-$FCTUNE_SHARED/cache}
 # A single node's own disk takes the last state if the shared one is full. Of several nodes, each would see its own only,
-# and Kubernetes deletes the disk with the pod.
-[ "$nodes" -gt 1 ] || [ -n "${KUBERNETES_SERVICE_HOST:-}" ] || export FCTUNE_FALLBACK=${FCTUNE_FALLBACK:-$FCTUNE_NETWORK/fallback}
+# and Kubernetes and Slurm delete the disk, or what is in /tmp, with the pod or the job.
+own_fallback=''
+if [ "$nodes" = 1 ] && [ -z "${FCTUNE_FALLBACK:-}${KUBERNETES_SERVICE_HOST:-}${SLURM_JOB_ID:-}" ]; then
+  export FCTUNE_FALLBACK=$FCTUNE_NETWORK/fallback
+  own_fallback=1
+fi
 
 # Newest checkpoint's step when this launch's last start ended, and how many in a row have not moved it. All nodes read
 # it before they meet in the preflight, so they end with the same code and write the same at the end: any of them may be
@@ -98,6 +102,8 @@ leave() {
 
 [ "$ranks" -gt 0 ] || { echo "$0: no GPU on $(hostname); to run on CPUs, set FCTUNE_CPU_RANKS=N" >&2; leave 1; }
 
+# Before the time limit, Slurm also signals the preflight. The training takes over this signal below.
+trap 'leave 75' USR1
 TORCH_CPP_LOG_LEVEL=FATAL python -m fctune.cli preflight --config "$config" --gpus "$gpus" \
   --wait "${PREFLIGHT_WAIT_S:-60}" --nodes "$nodes" --node-rank "$node" --address "$head" --port "$port" \
   --launch "$launch" "$@"
@@ -241,7 +247,17 @@ fi
 # torchrun replaces every worker's exit code with 1. A rank writes the real one to exit.json, which may appear late on
 # other nodes, and replaces another rank's record of what followed from it. A launch that has left the run before as it
 # was writes not_started.json instead.
-[ "$ended" != 0 ] || { finish_mirror; leave 0; }
+if [ "$ended" = 0 ]; then
+  finish_mirror
+  [ -n "$own_fallback" ] || leave 0
+  # Nobody chose that disk, and it may be deleted with the machine, so this is not the end that was asked for.
+  found=$(find "$output_dir/export" -mindepth 1 -maxdepth 1 -type l 2> /dev/null
+    find "$FCTUNE_FALLBACK/$(basename "$(readlink -f "$output_dir")")/export" -mindepth 1 -maxdepth 1 -newer "$launch" 2> /dev/null)
+  [ -n "$found" ] || leave 0
+  echo "$0: ${output_dir} has no room, so the export is only on this machine's disk, which may be deleted with it; copy" \
+    "it to another disk: $(xargs -rd '\n' readlink -f <<< "$found" | sort -u | tr '\n' ' ')" >&2
+  leave 74
+fi
 code='' is_final=''
 for _ in {1..5}; do
   for record in "$output_dir/exit.json" "$output_dir/not_started.json"; do
@@ -259,8 +275,14 @@ if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$output_dir/.lock" -nt "$started"
   code=${has_memory:+76}
   [ "$nodes" -gt 1 ] || faulty_nodes=0
 fi
-# A node was lost after the preflight, and before there was a run to record it in.
-if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$nodes" -gt 1 ] && [ ! -e "$launch.met" ]; then
+# A node was lost after the preflight, and before there was a run to record it in, unless torchrun could not start the
+# recipe or be started: with such a mistake, every start ends like this one.
+starts_recipe() {
+  [ "$ended" != 2 ] && [ "$ended" != 126 ] && [ "$ended" != 127 ] || return
+  [ ! -f "recipes/$recipe.py" ] || timeout 120 python -c "import runpy; runpy.run_path('recipes/$recipe.py')" > /dev/null 2>&1
+  [ $? != 1 ]
+}
+if [ -z "$code" ] && [ "$requests" = 0 ] && [ "$nodes" -gt 1 ] && [ ! -e "$launch.met" ] && starts_recipe; then
   code=${has_memory:+76}
 fi
 [ "${code:-0}" != 0 ] || code=1

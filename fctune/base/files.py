@@ -164,6 +164,17 @@ def _lock_mode(file: Path) -> int:
     return os.O_RDWR if os.access(file, os.W_OK) else os.O_RDONLY  # NFS gives exclusive locks to writers only
 
 
+def _wait_for_lock(descriptor: int, on_wait: Callable[[str], None]) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        on_wait(os.pread(descriptor, 4096, 0).decode(errors="replace"))
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        pass
+
+
 @contextmanager
 def hold_lock(file: Path, content: str, on_wait: Callable[[str], None]) -> Iterator[None]:
     """Hold an exclusive lock on a file while the block runs; without one where the file system has no locks.
@@ -178,19 +189,21 @@ def hold_lock(file: Path, content: str, on_wait: Callable[[str], None]) -> Itera
     Raises:
         OSError: The file cannot be created.
     """
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o664)
-    except PermissionError:  # another user's
-        descriptor = os.open(file, os.O_RDONLY)
-    try:
+    while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait(os.pread(descriptor, 4096, 0).decode(errors="replace"))
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            pass
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o664)
+        except PermissionError:  # another user's
+            descriptor = os.open(file, os.O_RDONLY)
+        try:
+            _wait_for_lock(descriptor, on_wait)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+                    break
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the process that held it has removed the file, and another may have created one
+    try:
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, content.encode(), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import re
 import statistics
@@ -70,6 +71,7 @@ class DeviceHealth:
     has_remap_failed: bool | None  # no spare row was left
     num_links: int  # NVLinks whose state NVML reports; 0 without NVLink
     num_active_links: int
+    has_switch: bool  # its NVLinks go to NVSwitches
 
 
 def read_device(index: int) -> DeviceReading | None:
@@ -111,6 +113,21 @@ def read_health(index: int) -> DeviceHealth | None:
         has_remap_failed=None if remapped is None else bool(remapped[3]),
         num_links=len(states),
         num_active_links=sum(map(bool, states)),
+        has_switch=any(_query(lambda link=link: _is_switched(nvml, handle, link)) for link in range(len(states))),
+    )
+
+
+def are_linked(num_gpus: int) -> bool:
+    """Return True if NVLink connects each pair of this node's first GPUs; False without NVML."""
+    opened = [_open_device(index) for index in range(num_gpus)]
+
+    def is_linked(nvml: Any, first: Any, second: Any) -> bool:
+        index = nvml.NVML_P2P_CAPS_INDEX_NVLINK
+        return bool(nvml.nvmlDeviceGetP2PStatus(first, second, index) == nvml.NVML_P2P_STATUS_OK)
+
+    return all(
+        None not in (first, second) and _query(lambda n=nvml, a=first, b=second: is_linked(n, a, b))
+        for (nvml, first), (_, second) in itertools.combinations(opened, 2)
     )
 
 
@@ -156,6 +173,10 @@ def _open_device(index: int) -> tuple[Any, Any]:
     if nvml is None:
         return None, None
     return nvml, _query(lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}"))
+
+
+def _is_switched(nvml: Any, handle: Any, link: int) -> bool:
+    return bool(nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
 
 
 def _load_nvml() -> Any:

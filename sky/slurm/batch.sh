@@ -10,6 +10,8 @@ fi
 [ -z "${FCTUNE_SWEEP:-}" ] || printf -v CONFIG '%s/configs/%03d.yaml' "$FCTUNE_SWEEP" "$SLURM_ARRAY_TASK_ID"
 [ -n "${CONFIG:-}${MODEL_SIZE:-}" ] || CONFIG=configs/llama3_1_8b_lora.yaml
 export CONFIG=${CONFIG:-}
+# srun does not inherit it from Slurm 22.05 on; a task would be bound to one core where the site binds tasks to cores.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}
 export EXPECT_INFINIBAND=${EXPECT_INFINIBAND:-1} # nodes that would communicate over TCP are a fault
 export FCTUNE_SHARED=${FCTUNE_SHARED:-$HOME/fctune} FCTUNE_NETWORK=${FCTUNE_NETWORK:-/tmp/fctune-$SLURM_JOB_ID}
 

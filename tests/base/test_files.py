@@ -65,6 +65,22 @@ def test_a_lock_is_held_by_one_at_a_time_and_says_by_whom(tmp_path: Path) -> Non
     assert not lock.exists()
 
 
+def test_a_lock_whose_file_was_removed_while_this_process_waited_is_taken_again(tmp_path: Path) -> None:
+    lock, told = tmp_path / "lock", threading.Event()
+    held: list[bool] = []
+
+    def wait() -> None:
+        with hold_lock(lock, "second", lambda holder: told.set()):
+            held.append(is_in_use(lock) and lock.read_text() == "second")
+
+    with hold_lock(lock, "first", print):
+        other = threading.Thread(target=wait)
+        other.start()
+        assert told.wait(20)
+    other.join(20)
+    assert held == [True]
+
+
 def test_without_locks_the_file_system_lets_both_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")

@@ -35,7 +35,7 @@ COMMANDS = {
 
 # Replaces a run: exits with CODE, immediately or on a request to stop.
 RUN_NODE = """
-    names='CONFIG|MODEL|CASES|RUN|SUITE|STOP_IDLE|FCTUNE_|MASTER_ADDR|PREFLIGHT_WAIT_S|SEED'
+    names='CONFIG|MODEL|CASES|RUN|SUITE|STOP_IDLE|FCTUNE_|MASTER_ADDR|PREFLIGHT_WAIT_S|SEED|SRUN_'
     env | grep -E "^($names)" > "$CALLS/environment"
     echo "$@" > "$CALLS/arguments"
     basename "$0" > "$CALLS/script"

@@ -206,6 +206,23 @@ def test_the_config_selects_the_recipe(tmp_path: Path) -> None:
     assert f"checkpoint.fallback_dir={tmp_path}/network/fallback" in recorded(tmp_path, "")
 
 
+def test_an_export_that_is_only_on_the_nodes_own_disk_is_not_a_success(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1")
+    merged = tmp_path / "network" / "fallback" / "tiny_lora" / "export" / "merged"
+    (Path(environment["RUN"]) / "export").mkdir(parents=True)
+    skip_preflight(script, environment)
+    write_tune(script, f"mkdir -p {merged}; exit 0")
+    for link in ("", f"ln -sfn {merged} export/merged; exit 0"):  # a full disk may have no room for the link
+        if link:
+            write_tune(script, link)
+        done = run(script, environment)
+        assert done.returncode == 74, done.stdout + done.stderr
+        assert f"copy it to another disk: {merged}" in done.stdout
+    assert run(script, environment | {"FCTUNE_FALLBACK": str(tmp_path / "network" / "fallback")}).returncode == 0
+    assert run(script, environment | {"SLURM_JOB_ID": "41"}).returncode == 0, "no disk is chosen there"
+
+
 @pytest.mark.parametrize(("recorded_code", "code"), [("76", 76), ("75", 75), ("74", 74), ("2", 2), ("", 1), ("0", 1)])
 def test_the_exit_code_is_the_one_in_exit_json(recorded_code: str, code: int, tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
@@ -303,6 +320,8 @@ def test_the_faulty_node_is_named_to_the_batch_script(what: str, ended: str, tmp
     [
         ("2", "", 76),  # torchrun has not reached the other nodes, or its ranks not each other
         ("2", "touch $FCTUNE_RANKS_MET", 1),
+        ("2", "echo 'import not_installed' > ../../../recipes/lora_fc_distributed.py", 1),
+        ("2", "exit 2", 1),  # of an option that torchrun does not know
         ("1", "", 1),  # nobody to be lost
     ],
 )
@@ -313,9 +332,20 @@ def test_a_node_that_is_lost_before_the_ranks_have_met_restarts_the_run(
     environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", NUM_NODES=nodes, MASTER_ADDR="head")
     skip_preflight(script, environment)
     Path(environment["RUN"]).mkdir(parents=True)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "lora_fc_distributed.py").touch()
     write_tune(script, does)
     done = run(script, environment)
     assert done.returncode == code, done.stdout + done.stderr
+
+
+def test_a_stop_request_during_the_preflight_restarts_the_run(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    python = script.parents[1] / ".venv" / "bin" / "python"
+    python.write_text("#!/usr/bin/env bash\nkill -USR1 $PPID $$\nsleep 5\n")
+    done = run(script, environment_of(tmp_path, FCTUNE_CPU_RANKS="1", SLURM_JOB_ID="41"))
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert (tmp_path / "shared" / ENDED).read_text() == "75 \n"
 
 
 def test_ranks_that_the_kernel_killed_for_lack_of_memory_are_not_restarted(tmp_path: Path) -> None:

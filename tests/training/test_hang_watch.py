@@ -52,6 +52,14 @@ def test_the_ranks_that_hold_up_the_others_are_known_from_the_stacks(
     assert find_late_ranks(tmp_path, 4, wait_s=0.3) == late
 
 
+def test_the_stacks_of_an_earlier_start_are_kept_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "stacks"
+    folder.mkdir()
+    (folder / "rank-0.txt").write_text(WAITS)
+    HangWatch(tmp_path, 0, lambda reason, code, late: None).close()
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"rank-0.before.txt": WAITS}
+
+
 STUCK = "import time\ndef read(): time.sleep(60)\n"
 
 
@@ -64,9 +72,12 @@ def hang(rank: int, port: int, folder: Path, what: str) -> None:
     from fctune.checkpoint.store import CheckpointStore
     from fctune.config.schema import RunConfig
     from fctune.runs.directory import RunDirectory
+    from fctune.training.callbacks import hang_watch
     from fctune.training.entry import Run
     from fctune.training.peers import RankProcess
 
+    assert hang_watch._MIN_SPREAD_S >= 30, "NFS keeps a name that it has not found for that long"
+    hang_watch._MIN_SPREAD_S = 5.0  # this disk is local
     be_rank(rank, 2, port)
     dist.init_process_group("gloo")
     world = World(rank, 2, 0, torch.device("cpu"), ranks_per_node=1)

@@ -217,15 +217,21 @@ def _check_readings(num_gpus: int) -> list[Problem]:
 def _check_nvlinks(health: Mapping[int, DeviceHealth]) -> list[Problem]:
     """Compare the active NVLinks of a node's GPUs: one with fewer than another is a fault.
 
-    A GPU may have more links than its machine connects, so links that are inactive on all GPUs are only a note.
+    A GPU may have more links than its machine connects, so links that are inactive on all GPUs are only a note, as are
+    those of a GPU without any, except among NVSwitches: bridges connect only some of a machine's GPUs.
     """
+    has_switch = any(one.has_switch for one in health.values())
     most = max((one.num_active_links for one in health.values()), default=0)
     problems = []
     for index, one in health.items():
         message = f"GPU {index}: {one.num_active_links} of {one.num_links} NVLinks are active"
         remedy = f"Drain the node; nvidia-smi nvlink -s -i {index} lists the links, dmesg has their errors (Xid 74)"
         if one.num_active_links < most:
-            problems.append(Problem(f"{message}, but {most} on another GPU of this node", remedy))
+            message = f"{message}, but {most} on another GPU of this node"
+            if one.num_active_links or has_switch:
+                problems.append(Problem(message, remedy))
+            else:
+                problems.append(Problem(message, "Check that it is meant to have no bridge", "note"))
         elif 0 < most < one.num_links:
             problems.append(Problem(message, f"nvidia-smi nvlink -s -i {index} lists them", "note"))
     return problems

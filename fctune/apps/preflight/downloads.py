@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from fctune.apps.preflight.checks import ALLOW_PATTERNS, RepoKind, find_snapshot, list_hub_repositories
 from fctune.base.errors import DataError, one_line
-from fctune.base.files import is_in_use, write_atomically
+from fctune.base.files import is_in_use, run_within, write_atomically
 from fctune.config.schema import RunConfig
 from fctune.models.hub import resolve_model_dir
+
+_HUB_S = 15.0  # limit for the size of a repository; other nodes wait for the one that asks
 
 
 def download(config: RunConfig, folder: Path) -> list[str]:
@@ -65,20 +68,32 @@ def is_being_downloaded(config: RunConfig, folder: Path) -> bool:
 
 
 def measure_repository(kind: RepoKind, name: str, revision: str | None, folder: Path) -> int | None:
-    """Return the bytes of a repository's files that are downloaded; None if they are not known."""
+    """Return the bytes of a repository's files that are downloaded; None if they are not known.
+
+    Without a record of its download, the hub is asked, which may not answer for minutes where packets are dropped.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
     record = _read_record(_record_of(folder, kind, name, revision))
     if "bytes" in record:
         return int(record["bytes"])
-    try:
-        tree = list(HfApi().list_repo_tree(name, repo_type=kind, revision=revision, recursive=True))
-    except Exception:  # the client raises errors of several families; check_hub reports them
+    tree: list[Any] = []
+
+    def ask() -> None:
+        with suppress(Exception):  # the client raises errors of several families; check_hub reports them
+            tree.append(list(HfApi().list_repo_tree(name, repo_type=kind, revision=revision, recursive=True)))
+
+    if not run_within(_HUB_S, ask) or not tree:
         return None
     patterns = ALLOW_PATTERNS[kind]
-    files = [file for file in tree if isinstance(file, RepoFile)]
+    files = [file for file in tree[0] if isinstance(file, RepoFile)]
     return sum(file.size for file in files if any(fnmatch(file.path, pattern) for pattern in patterns))
+
+
+def measure_snapshot(snapshot: Path) -> int:
+    """Return the bytes of the files of a downloaded repository."""
+    return sum(file.stat().st_size for file in snapshot.rglob("*") if file.is_file())
 
 
 def _record_of(folder: Path, kind: RepoKind, name: str, revision: str | None) -> Path:
@@ -120,6 +135,6 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _write_record(path: Path, record: dict[str, Any], local: Path) -> None:
-    record["bytes"] = sum(file.stat().st_size for file in local.rglob("*") if file.is_file())
+    record["bytes"] = measure_snapshot(local)
     record["downloaded_at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     write_atomically(path, json.dumps(record, indent=2) + "\n")

@@ -15,9 +15,18 @@ from fctune.runs.device import find_gpu_kind
 
 _INFINIBAND = Path("/sys/class/infiniband")
 
-# A healthy link reaches at least half of the GPU's usual machine; a tenth only if a fallback is in use: TCP instead of
-# InfiniBand, or host memory instead of NVLink.
+# Links that are known to be there reach at least half of their rate; less than a tenth shows that a fallback is in use:
+# TCP instead of InfiniBand, or host memory instead of NVLink.
 _MIN_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """GPUs of a node, of which all are of one kind."""
+
+    count: int
+    name: str  # as the driver reports it; of an unknown kind, bandwidth is not judged
+    are_linked: bool  # NVLink connects each pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +117,23 @@ def check_network(num_nodes: int, num_gpus: int, environment: Mapping[str, str])
 
 
 def describe_ports(environment: Mapping[str, str]) -> dict[str, float]:
-    """Return the GB/s of each active port that NCCL may use, by name, for ``compare_ports``."""
+    """Return the GB/s of each active port that NCCL may use, by name; empty where InfiniBand is not used."""
+    if environment.get("NCCL_IB_DISABLE") == "1" or environment.get("EXPECT_INFINIBAND") == "0":
+        return {}
     selected = select_ports(read_ports(), environment.get("NCCL_IB_HCA") or "")
     return {port.name: port.gb_s for port in selected if port.is_active}
 
 
-def compare_ports(rank: int, nodes: Sequence[Mapping[str, float]]) -> list[Problem]:
-    """Compare this node's active ports with those of the node that has the most bandwidth; less is a fault of this one.
+def compare_ports(rank: int, nodes: Sequence[Mapping[str, float]], environment: Mapping[str, str]) -> list[Problem]:
+    """Compare this node's active ports with those of the node that has the most bandwidth.
+
+    Less is a fault of this node if ``NCCL_IB_HCA`` names the ports, and otherwise a note: NCCL may not use all of them,
+    such as one for management.
 
     Args:
         rank: This node's.
         nodes: ``describe_ports`` of each node.
+        environment: ``NCCL_IB_HCA``.
     """
     totals = [sum(ports.values()) for ports in nodes]
     best, own = totals.index(max(totals)), nodes[rank]
@@ -129,7 +144,9 @@ def compare_ports(rank: int, nodes: Sequence[Mapping[str, float]]) -> list[Probl
         f"its active InfiniBand ports have {8 * totals[rank]:,.0f} Gb/s together, where node {best} has "
         f"{8 * totals[best]:,.0f}; compare {', '.join(worse) or 'the ports'} with ibstat"
     )
-    return [Problem(message, "Drain the node, or set NCCL_IB_HCA on all nodes to ports that each of them has")]
+    severity: Literal["fault", "note"] = "fault" if environment.get("NCCL_IB_HCA") else "note"
+    remedy = "Drain the node, or set NCCL_IB_HCA on all nodes to ports that each of them has"
+    return [Problem(message, remedy, severity)]
 
 
 def read_min_bandwidth(environment: Mapping[str, str]) -> float:
@@ -149,15 +166,22 @@ def read_min_bandwidth(environment: Mapping[str, str]) -> float:
 
 
 def judge_all_reduce(
-    rank: int, nodes: Sequence[Measured], num_gpus: int, gpu: str, environment: Mapping[str, str]
+    rank: int,
+    nodes: Sequence[Measured],
+    devices: Devices,
+    ports: Sequence[Mapping[str, float]],
+    environment: Mapping[str, str],
 ) -> list[Problem]:
     """Judge the all_reduce of this node, knowing those of all: a node that fails alone is not laid to the others.
+
+    A low bandwidth is a fault where the links are known, since machines with the same GPU differ in them: by NVML in a
+    node, and by the ports of all nodes between them. Elsewhere it is a note.
 
     Args:
         rank: This node's.
         nodes: The measurement of each node.
-        num_gpus: GPUs of each node.
-        gpu: Name of this node's GPUs, as the driver reports it; of an unknown one, bandwidth is not judged.
+        devices: This node's GPUs.
+        ports: ``describe_ports`` of each node.
         environment: ``PREFLIGHT_MIN_BANDWIDTH`` and the variables of ``expects_infiniband``.
     """
     own = nodes[rank]
@@ -168,22 +192,28 @@ def judge_all_reduce(
         "all": "Set NCCL_DEBUG=INFO; ibstat, the firewall between the nodes and NCCL_SOCKET_IFNAME",
     }
     if own.failed is not None and (own.failed == "node" or not any(is_node_bad)):
-        return [Problem(f"{what[own.failed]} failed ({own.error})", remedies[own.failed])]
-    kind = find_gpu_kind(gpu)
+        remedy = f"{remedies[own.failed]}. PREFLIGHT_MIN_BANDWIDTH=0 leaves this check out"
+        remedy += "; a larger PREFLIGHT_WAIT_S gives it more time" if own.is_late else ""
+        return [Problem(f"{what[own.failed]} failed ({own.error})", remedy)]
+    kind = find_gpu_kind(devices.name)
     share = read_min_bandwidth(environment)
     problems = []
     for scope, gb_s in own.gb_s.items():
         if kind is None:
             continue
-        usual = GPUS[kind].link_gb_s if scope == "node" else GPUS[kind].nic_gb_s * num_gpus
-        if gb_s >= share * usual:
+        if scope == "node":
+            expected, is_known = GPUS[kind].link_gb_s, devices.are_linked
+        else:
+            inside = (one.gb_s["node"] for one in nodes if "node" in one.gb_s)  # as fast as the slowest node at most
+            totals = (sum(one.values()) for one in ports if one)
+            expected = min([GPUS[kind].nic_gb_s * devices.count, *inside, *totals])
+            is_known = all(ports) and expects_infiniband(environment)
+        if gb_s >= share * expected:
             continue
-        message = (
-            f"{what[scope]} reached {gb_s:.3g} GB/s, less than {share:.0%} of the {usual:.3g} of its usual machine"
-        )
+        message = f"{what[scope]} reached {gb_s:.3g} GB/s, less than {share:.0%} of the {expected:.3g} of "
+        message += ("its links" if scope == "node" else "the ports") if is_known else "its usual machine"
         remedy = f"{remedies[scope]}. PREFLIGHT_MIN_BANDWIDTH=0 accepts it"
-        is_fault = scope == "node" or expects_infiniband(environment)
-        problems.append(Problem(message, remedy, "fault" if is_fault else "note"))
+        problems.append(Problem(message, remedy, "fault" if is_known else "note"))
     return problems
 
 

@@ -21,6 +21,7 @@ from fctune.apps.preflight.rendezvous import ListenError, Node, Rendezvous, Rend
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.exit_codes import DONE, FAILED, INVALID, NODE_FAULT
 from fctune.config.intervals import format_count
+from fctune.runs.device import are_linked
 from fctune.training.env_overrides import LaunchSpec, resolve_launch
 
 _MAX_CLOCK_OFFSET_S = 5.0  # tolerated by certificates and by the order of log lines
@@ -64,7 +65,7 @@ def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, La
         launch, problems = _check_node(node, request, device_problems)
         ports = links.describe_ports(request.environment) if request.num_gpus else {}
         nodes = rendezvous.gather("node", checks.describe_node() | {"ports": ports})
-        port_problems = links.compare_ports(node.rank, [other["ports"] for other in nodes])
+        port_problems = links.compare_ports(node.rank, [other["ports"] for other in nodes], request.environment)
         problems += port_problems
         problems += _check_shared(rendezvous, request.mounts.shared)
         problems += _check_clock(rendezvous, request.clock)
@@ -78,8 +79,8 @@ def run_preflight(node: Node, request: Request, show: ShowLine) -> tuple[int, La
         if unfit := find_faulty_nodes(severities, has_bad_hardware):
             code = NODE_FAULT
         bandwidths = ""
-        if code == 0 and request.num_gpus * node.count > 1:
-            code, unfit, bandwidths = _check_all_reduce(rendezvous, request, hosts, show)
+        if code == 0 and request.num_gpus * node.count > 1 and links.read_min_bandwidth(request.environment) > 0:
+            code, unfit, bandwidths = _check_all_reduce(rendezvous, request, nodes, show)
         if code == 0 and node.is_head:
             fit = f"preflight: {format_count(node.count, 'node is', 'nodes are')} fit ({', '.join(hosts)})"
             show(f"{fit}; {bandwidths}" if bandwidths else fit)
@@ -147,19 +148,23 @@ def _check_node(
 
 
 def _check_all_reduce(
-    rendezvous: Rendezvous, request: Request, hosts: Sequence[str], show: ShowLine
+    rendezvous: Rendezvous, request: Request, described: Sequence[dict[str, Any]], show: ShowLine
 ) -> tuple[int, list[int], str]:
     """Let the GPUs of all nodes run an all_reduce; return the exit code, the nodes to exclude, and the bandwidths."""
-    node = rendezvous.node
-    measured = measure_all_reduce(node, request.num_gpus)
+    node, count = rendezvous.node, request.num_gpus
+    hosts, ports = [other["host"] for other in described], [other["ports"] for other in described]
+    measured = measure_all_reduce(node, count)
     nodes = [Measured(**one) for one in rendezvous.gather("all_reduce", asdict(measured))]
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-    problems = links.judge_all_reduce(node.rank, nodes, request.num_gpus, gpu, request.environment)
+    devices = links.Devices(count, gpu, are_linked=bool(gpu) and are_linked(count))
+    problems = links.judge_all_reduce(node.rank, nodes, devices, ports, request.environment)
     severities = rendezvous.gather("all_reduce judged", [problem.severity for problem in problems])
     code = _report(node, problems, hosts, severities, show)
     unfit = find_faulty_nodes(severities, ["fault" in of_node for of_node in severities])
-    if unfit or any(one.failed == "all" for one in nodes):  # a network that fails may answer at the next start
+    # A network that fails may answer at the next start, and so may a node that was only late, which is not excluded.
+    if unfit or any(one.failed == "all" for one in nodes):
         code = NODE_FAULT
+    unfit = [rank for rank in unfit if not nodes[rank].is_late]
     return code, unfit, links.describe_all_reduce(nodes)
 
 

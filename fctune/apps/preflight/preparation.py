@@ -10,7 +10,13 @@ from pathlib import Path
 
 from fctune.apps.preflight import checks
 from fctune.apps.preflight.checks import Mounts, Problem, count_partial_download, find_snapshot, list_hub_repositories
-from fctune.apps.preflight.downloads import download, find_downloads, is_being_downloaded, measure_repository
+from fctune.apps.preflight.downloads import (
+    download,
+    find_downloads,
+    is_being_downloaded,
+    measure_repository,
+    measure_snapshot,
+)
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.exit_codes import DONE, FAILED
 from fctune.base.files import format_bytes
@@ -65,13 +71,14 @@ def measure_unprepared(launch: LaunchSpec) -> Unprepared:
     partial = rows = 0
     # Several sources may be parts of one repository.
     for kind, name, revision in dict.fromkeys(repository[:3] for repository in list_hub_repositories(config)):
-        is_missing = find_snapshot(kind, name, revision) is None
+        snapshot = find_snapshot(kind, name, revision)
         size = 0
-        if is_missing or kind == "dataset":
+        if snapshot is None:
             size = measure_repository(kind, name, revision, folder) or 0
-        if is_missing:
             downloads[f"hf:{name}"] = size
             partial += count_partial_download(kind, name)
+        elif kind == "dataset":
+            size = measure_snapshot(snapshot)
         rows += size if kind == "dataset" else 0
     pinned = find_pinned_config(launch)
     if not config.data.sources or (pinned is not None and _is_prepared(pinned)):
@@ -99,8 +106,10 @@ def check_prepared(launch: LaunchSpec, num_gpus: int, environment: Mapping[str, 
         return []
     try:
         left = measure_unprepared(launch)
-    except DataError as error:
-        return [Problem(str(error), "")]
+    except (ConfigError, DataError, CheckpointError) as error:
+        return [Problem(str(error), "", "usage")]
+    except OSError as error:  # of a disk, or of rows that may not be read
+        return [Problem(f"the rows or their preparation cannot be read ({error})", "Check permissions and the disk")]
     parts = []
     if sum(left.downloads.values()) - left.partial > _MAX_DOWNLOAD_BYTES:
         parts += [f"{format_bytes(size)} of {name} to download" for name, size in left.downloads.items() if size]

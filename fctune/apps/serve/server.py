@@ -154,7 +154,8 @@ class IdleWatch:
             except httpx.HTTPError:
                 pass
             else:
-                self._compare(_sum_metrics(answer.text))
+                if answer.status_code < 500:  # otherwise its text is not about metrics that are turned off
+                    self._compare(_sum_metrics(answer.text))
         return now - self._worked > self._limit_s
 
     def _compare(self, metrics: dict[str, float]) -> None:

@@ -30,8 +30,9 @@ _MIN_COMPILED_LIMIT_S = 600.0  # a block that must be compiled again, on a busy 
 _FIRST_LIMIT_S = 1800.0  # compilation and first allocations
 _REPORT_S = 8.0  # limit of each part of a report, whose disk or terminal may hang too
 
-# Ranks start a step together and take the same time for it, so they reach its limit within this share of it.
-_SPREAD, _MIN_SPREAD_S = 0.05, 5.0
+# Ranks start a step together and take the same time for it, so they reach its limit within this share of it. A network
+# file system may show another node's file half a minute late.
+_SPREAD, _MIN_SPREAD_S = 0.05, 30.0
 _IN_COLLECTIVE, _ELSEWHERE = "main thread: waits for other ranks", "main thread: elsewhere"
 # Where a rank waits for others, and where it reads its own data.
 _COLLECTIVES = ("/torch/distributed/", "/fctune/base/distributed.py")
@@ -54,7 +55,8 @@ class HangWatch(Callback):
 
     Without a time-out the limit is 20 times the median of the last 50 steps, at least two minutes, or ten if blocks are
     compiled. ``guard`` gives saves and other writes a limit too, on any thread. The stack of every thread is written to
-    ``stacks/rank-N.txt`` first; if that or another part of the report hangs, the process ends nevertheless.
+    ``stacks/rank-N.txt`` first; if that or another part of the report hangs, the process ends nevertheless. The next
+    start keeps the file as ``rank-N.before.txt``.
 
     Args:
         folder: The run's directory.
@@ -79,7 +81,8 @@ class HangWatch(Callback):
     ):
         self.file = folder / "stacks" / f"rank-{rank}.txt"
         with suppress(OSError):
-            self.file.unlink(missing_ok=True)  # of an earlier launch, from which the other ranks would conclude
+            # Of an earlier start, from which the other ranks would conclude.
+            self.file.replace(self.file.with_suffix(".before.txt"))
         self._rank, self._num_ranks, self._on_hang = rank, num_ranks, on_hang
         self._main_thread = threading.get_ident()
         self._timeout_s, self._write_timeout_s = timeout_s, write_timeout_s

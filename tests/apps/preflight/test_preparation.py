@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from fctune.apps.preflight import checks, preparation
+from fctune.apps.preflight import checks, downloads, preparation
 from fctune.apps.preflight.downloads import is_being_downloaded
 from fctune.apps.preflight.preparation import check_prepared, measure_unprepared, prepare_run
 from fctune.base.exit_codes import DONE, FAILED
@@ -73,6 +74,41 @@ def test_other_rows_or_other_settings_are_not_prepared(launch: LaunchSpec, tmp_p
     assert check_prepared(longer, 8, {}) != []
     write_rows(tmp_path / "rows.jsonl", 81)
     assert check_prepared(launch, 8, {}) != []
+
+
+def test_rows_that_are_missing_are_a_wrong_request_and_those_that_cannot_be_read_a_fault(
+    launch: LaunchSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(launch.config.data.sources[0].path).unlink()
+    (problem,) = check_prepared(launch, 8, {})
+    assert problem.severity == "usage"
+
+    def refuse(launch: LaunchSpec) -> None:
+        raise PermissionError(13, "Permission denied", "rows.jsonl")
+
+    monkeypatch.setattr(preparation, "measure_unprepared", refuse)
+    (problem,) = check_prepared(launch, 8, {})
+    assert problem.severity == "fault"
+    assert "Permission denied" in problem.message
+
+
+def test_a_data_set_in_the_cache_is_measured_without_the_hub(
+    launch: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "rows.jsonl").write_bytes(b"x" * 300)
+    monkeypatch.setattr(preparation, "list_hub_repositories", lambda config: [("dataset", "org/rows", None, "key")])
+    monkeypatch.setattr(preparation, "find_snapshot", lambda kind, name, revision: snapshot)
+    monkeypatch.setattr(preparation, "measure_repository", lambda *_: pytest.fail("the hub was asked"))
+    left = preparation.measure_unprepared(launch)
+    assert (left.downloads, left.rows > 300) == ({}, True)
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", lambda *_, **__: time.sleep(30))
+    monkeypatch.setattr(downloads, "_HUB_S", 0.1)
+    assert downloads.measure_repository("dataset", "org/rows", None, tmp_path) is None
 
 
 def test_gpus_may_wait_for_few_rows(launch: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
-from fctune.apps.serve.server import ServerEndedError, run_server
+from fctune.apps.serve.server import IdleWatch, ServerEndedError, run_server
 from fctune.base.errors import ConfigError
 from fctune.cli import main
 from tests.conftest import ROOT, TINY_BASE
@@ -212,6 +213,14 @@ def test_a_server_whose_metrics_show_no_requests_is_refused_with_stop_idle(pytho
     command = [python, "--host", "127.0.0.1", "--port", str(port), "--without-metrics"]
     with pytest.raises(ConfigError, match=rf"--stop-idle: http://127\.0\.0\.1:{port}/metrics has no vllm:num_"):
         run_server(command, port, lambda _: None, idle_limit_s=2.0)
+
+
+def test_an_error_of_the_metrics_does_not_end_a_server() -> None:
+    answers = httpx.MockTransport(lambda request: httpx.Response(503, text="overloaded"))
+    with httpx.Client(transport=answers) as client:
+        watch = IdleWatch(client, "http://server/metrics", limit_s=2.0)
+        time.sleep(0.5)  # longer than from one look to the next
+        assert not watch.is_over()
 
 
 def test_wrong_minutes_and_a_server_without_metrics_are_refused_before_the_start(
