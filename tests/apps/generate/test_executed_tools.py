@@ -84,15 +84,30 @@ def test_secrets_in_results_are_replaced_before_the_teacher_reads_them(
     assert read_summary(out)["redacted"]["kinds"] == {"github_token": 4}
 
 
-def test_a_secret_that_an_earlier_result_names_is_replaced_in_later_ones(tmp_path: Path) -> None:
-    results = itertools.cycle(['{"password": "kittens-Of-4Doors"}', '{"note": "use kittens-Of-4Doors"}'])
+NAMED, MENTIONED = '{"password": "kittens-Of-4Doors"}', '{"note": "use kittens-Of-4Doors"}'
+
+
+@pytest.mark.parametrize(
+    ("results", "kind", "count"),
+    [
+        ((NAMED, MENTIONED), "repeated_tool", 2),
+        ((MENTIONED, NAMED), "repeated_tool", 2),
+        ((MENTIONED, NAMED), "multi_turn", 3),  # the answer to the first turn quotes its result
+    ],
+)
+def test_a_secret_that_one_result_names_is_replaced_in_all(
+    results: tuple[str, str], kind: str, count: int, tmp_path: Path
+) -> None:
+    given = itertools.cycle(results)
     out = tmp_path / "rows.jsonl"
-    with serve_tools(LISTED[:1], lambda name, arguments: next(results)) as url, serve_teacher(Teacher()) as log:
-        options = ["--execute", "get_weather", "--kinds", "repeated_tool", "--concurrency", "1"]
+    with serve_tools(LISTED[:1], lambda name, arguments: next(given)) as url, serve_teacher(Teacher()) as log:
+        options = ["--execute", "get_weather", "--kinds", kind, "--concurrency", "1"]
         assert generate(log.url, url, out, *options, num=2) == 0
-        sent = json.dumps(log.bodies)
-    assert "kittens" not in sent + out.read_text()
-    assert [row["metadata"]["redacted"]["kinds"] for row in read_rows(out)] == [{"named_secret": 2}] * 2
+        last = json.dumps(log.bodies if kind == "repeated_tool" else log.bodies[-1])
+    assert "kittens" not in last + "".join(path.read_text() for path in out.with_suffix(".generate").glob("*.json*"))
+    for row in read_rows(out):
+        assert "kittens" not in json.dumps(row)
+        assert row["metadata"]["redacted"]["kinds"] == {"named_secret": count}
 
 
 def test_a_call_that_fails_drops_its_row(tmp_path: Path) -> None:
