@@ -55,8 +55,9 @@ def test_a_named_read_only_tool_is_called_and_no_other(tmp_path: Path) -> None:
     assert num_results == called["get_weather"] > 4
 
 
+@pytest.mark.parametrize("more", [[], ["--supervise-redacted"]])
 def test_secrets_in_results_are_replaced_before_the_teacher_reads_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     secret = "gh" + "p_" + "kq81ZxPv30mNeTrWLsYu7b5AdFhJ2cQ9oXt4"
 
@@ -67,7 +68,8 @@ def test_secrets_in_results_are_replaced_before_the_teacher_reads_them(
 
     out = tmp_path / "rows.jsonl"
     with serve_tools(LISTED[:1], call) as url, serve_teacher(Teacher()) as log:
-        assert generate(log.url, url, out, "--execute", "get_weather", "--kinds", "one_call", num=4) == 0
+        options = ["--execute", "get_weather", "--kinds", "one_call", *more]
+        assert generate(log.url, url, out, *options, num=4) == 0
         sent = json.dumps(log.bodies)
     rows, folder = read_rows(out), out.with_suffix(".generate")
     for text in (sent, *(path.read_text() for path in (out, *folder.glob("*.json*")))):
@@ -77,7 +79,7 @@ def test_secrets_in_results_are_replaced_before_the_teacher_reads_them(
         *_, result, answer = row["messages"]
         assert json.loads(result["content"])["token"].startswith("ghp_REDACTED")
         assert "ghp_REDACTED" in answer["content"]
-        assert answer["weight"] == 0, "no placeholder is learned as a value"
+        assert answer.get("weight", 1) == len(more), "no placeholder is learned as a value"
         assert row["metadata"]["redacted"] == {"kinds": {"github_token": 1}, "calls": []}
     said = capsys.readouterr().out
     assert "4 secrets in 4 rows (github_token 4) replaced by placeholders\nfound in the rows' texts: secrets 0" in said
