@@ -156,10 +156,13 @@ def to_redact_kinds(text: str) -> list[RedactKind]:
 
 def read_redact(arguments: argparse.Namespace) -> RedactConfig | None:
     """Return what is to be redacted, or None."""
-    if arguments.redact is None:
-        return None
+    return None if arguments.redact is None else make_redact_config(arguments, arguments.redact)
+
+
+def make_redact_config(arguments: argparse.Namespace, kinds: list[RedactKind]) -> RedactConfig:
+    """Return the settings of ``--redact-seed`` and ``--supervise-redacted`` for kinds of secrets."""
     is_supervised = getattr(arguments, "supervise_redacted", False)
-    return RedactConfig(kinds=arguments.redact, seed=arguments.redact_seed, supervise=is_supervised)
+    return RedactConfig(kinds=kinds, seed=arguments.redact_seed, supervise=is_supervised)
 
 
 def _to_columns(text: str) -> list[tuple[str, str]]:

@@ -10,14 +10,14 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.apps.generate.kinds import KINDS
 from fctune.base.errors import ConfigError
 from fctune.base.terminal import Terminal
-from fctune.cli.data_rows import add_redact_arguments, read_redact
+from fctune.cli.data_rows import add_redact_arguments, make_redact_config, read_redact
 from fctune.cli.files import write_file
 from fctune.config.intervals import format_count, parse_share
 from fctune.config.loading import read_environment
@@ -211,14 +211,12 @@ def _generate(arguments: argparse.Namespace) -> int:
         _print_lines([sentence])
     from fctune.apps.generate.dialogue import HeldOut, Writer
     from fctune.apps.generate.teacher import Budget
-    from fctune.config.sections.data import RedactConfig
     from fctune.data.redaction import Redactor
 
     budget = Budget(arguments.max_total_tokens, arguments.max_requests, arguments.max_cost)
     teacher = _open(arguments, budget, is_judge=False)
     judge = _open(arguments, budget, is_judge=True) if arguments.judge is not None else None
     redact = read_redact(arguments)
-    given = redact or RedactConfig()
     writer = Writer(
         teacher,
         arguments.votes,
@@ -227,7 +225,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         executed,
         redactor=None if redact is None else Redactor(redact),
         # In any case: what a tool really returns is no invention of the teacher's.
-        result_redactor=Redactor(replace(given, kinds=["secrets", *given.kinds])),
+        result_redactor=Redactor(make_redact_config(arguments, ["secrets", *(arguments.redact or ())])),
     )
     settings = _describe(arguments, planner, writer, held_out)
     report = _run(arguments, planner, writer, budget, settings)

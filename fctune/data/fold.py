@@ -34,9 +34,16 @@ _MAX_PENDING = 2**20  # hashes between two removals of repeated ones
 
 def hash_beginning(conversation: Conversation) -> int:
     """Return a hash of a conversation up to its first answer, which the records and branches of a run share."""
+    first = _find_first_answer(conversation)
+    index = len(conversation.messages) - 1 if first is None else first
+    return next(islice(_iter_hashes(conversation, has_reasoning=False, has_weights=False), index, None))
+
+
+def _find_first_answer(conversation: Conversation) -> int | None:
+    """Return the index of the first answer to the user; a greeting before, which all runs share, is none."""
     roles = [message.role for message in conversation.messages]
-    length = roles.index("assistant") + 1 if "assistant" in roles else len(roles)
-    return next(islice(_iter_hashes(conversation, has_reasoning=False, has_weights=False), length - 1, None))
+    start = roles.index("user") if "user" in roles else 0
+    return roles.index("assistant", start) if "assistant" in roles[start:] else None
 
 
 def find_run(parsed: ParsedRow, fold: Fold = "auto") -> str | None:
@@ -84,8 +91,7 @@ class FoldIndex:
         while any(answers) and not answers[-1]:
             del answers[-1], bare[-1], exact[-1]
         last = conversation.messages[len(answers) - 1]
-        first = answers.index(True) if any(answers) else 0
-        if first:
+        if first := _find_first_answer(conversation):
             answers[first - 1] = True  # the end of the first request
         answers[-1] = False
         for hashes, values, key in (

@@ -106,6 +106,18 @@ class Redactor:
         redacted, num_turns = self._apply(conversation, table)
         return redacted, Redaction(self.scanner.locate(conversation, found), table, num_turns)
 
+    def replace_known(
+        self, conversation: Conversation, table: dict[str, tuple[str, str]]
+    ) -> tuple[Conversation, list[Finding]]:
+        """Return a conversation with placeholders in place of known secrets, and the places of those.
+
+        Args:
+            conversation: The conversation.
+            table: The kind and placeholder of each spelling of each secret, as in a ``Redaction``.
+        """
+        findings = self.scanner.locate(conversation, {form: kind for form, (kind, _) in table.items()})
+        return (self._apply(conversation, table)[0] if findings else conversation), findings
+
     def mute(self, conversation: Conversation, redaction: Redaction) -> Conversation:
         """Return a conversation whose turns that repeat a placeholder are context, unless they are to be supervised."""
         if not redaction.table or self.config.supervise:

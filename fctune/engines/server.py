@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -249,8 +250,12 @@ class ServerEngine:
         root = next((row.get("root") for row in self._listed if row["id"] == self.model), None)
         if not isinstance(root, str) or not root:
             return {}
-        is_here = is_loopback(urlsplit(self.url).hostname or "") and Path(root).is_absolute() and Path(root).is_dir()
-        return {"served_from": root, **({"served_digest": digest_model(Path(root))} if is_here else {})}
+        described = {"served_from": root}
+        if is_loopback(urlsplit(self.url).hostname or "") and Path(root).is_absolute():
+            with suppress(OSError):  # of another user, or a path in a container
+                if Path(root).is_dir():
+                    described["served_digest"] = digest_model(Path(root))
+        return described
 
     def _find_model(self, model: str | None) -> str:
         try:

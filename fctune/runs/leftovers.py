@@ -68,7 +68,8 @@ def find_leftovers(
     for path in sorted(path for path in prepared.glob(".*.*") if path.is_dir() and path.suffix != ".removed"):
         with suppress(FileNotFoundError):  # it was finished meanwhile
             written = max(file.stat().st_mtime for file in [path, *path.iterdir()])
-            add("unfinished set", path, written, "" if now - written > _UNFINISHED_S else "being written")
+            is_written = now - written <= _UNFINISHED_S or is_in_use(path.with_suffix(".lock"))
+            add("unfinished set", path, written, "being written" if is_written else "")
     for path in sorted([*prepared.glob(".*.removed"), *runs.glob(".*.removed")]):
         add("cache", path, 0.0, "")
     for folder in folders:

@@ -327,6 +327,15 @@ def test_datasets_saved_to_disk_are_read_as_their_rows(tmp_path: Path) -> None:
         list(read_source(str(tmp_path / "unnamed")))
 
 
+def test_rows_before_the_damage_of_a_file_in_a_directory_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", json.dumps(make_row()))
+    write(tmp_path / "b.json", f"[{json.dumps(make_row())}, {{")
+    rows = read_source(str(tmp_path))
+    assert len([next(rows), next(rows)]) == 2
+    with pytest.raises(DataError, match=r"b\.json"):
+        next(rows)
+
+
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
 def test_a_state_file_of_another_program_is_a_file_like_others(name: str, tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", json.dumps(make_row()))

@@ -61,6 +61,8 @@ def test_a_set_that_a_killed_process_left_unfinished_is_offered_after_an_hour(tm
     os.utime(unfinished, (0, 0))
     assert removable(tmp_path) == set(), "its process may still write"
     os.utime(tokens, (time.time() - 4000,) * 2)
+    with files.hold_lock(tmp_path / "prepared" / ".0123456789abcdef.lock", "", print):
+        assert removable(tmp_path) == set(), "a process is writing it, if slowly"
     (leftover,) = find_leftovers(tmp_path / "prepared", tmp_path / "runs")
     assert (leftover.kind, leftover.num_bytes, leftover.keep) == ("unfinished set", 1000, "")
     leftover.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,12 +72,16 @@ def ask_served(
             continue
         try:
             rows = variant.ask(_rename(suite, name), config, folder, is_fresh, log)
+            model.num_kept += variant.num_kept
             refused = _find_refusal(rows)
+            if model.side != "base" and not _is_unsupported(refused):
+                refused = ""  # the base answered: it is the result that fails
         except ResultsError:
             raise
         except ConfigError as error:
             refused = error.outage if isinstance(error, ServerGoneError) else str(error)
-            if not model.can_answer(suite.cases[0], config):
+            is_unsupported = model.side == "base" or _is_unsupported(refused)
+            if not (is_unsupported and model.can_answer(suite.cases[0], config)):
                 raise
         if refused:
             not_run[LINES[name]] = f"{model.side}: the server does not answer such requests ({refused})"
@@ -89,6 +94,11 @@ def _find_refusal(rows: Rows) -> str:
     """Return the first error if no case was answered, otherwise nothing."""
     errors = [row.get("error") for row in rows.values()]
     return "" if None in errors else str(errors[0])
+
+
+def _is_unsupported(refused: str) -> bool:
+    """Return True if a server says that it does not take a request, rather than failing to answer it."""
+    return re.search(r"\bHTTP (400|404|422)\b", refused) is not None
 
 
 def find_ignored(asked: Mapping[str, Mapping[str, Rows]]) -> list[str]:

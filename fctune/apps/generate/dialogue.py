@@ -181,9 +181,8 @@ def write_row(plan: RowPlan, writer: Writer) -> Outcome:
         outcome.row = dialogue.write()
     except (Dropped, UnusableText) as error:
         outcome.verdict, outcome.reason = error.kind, str(error)
-    if writer.redactor is not None:
-        outcome.reason, *requests = dialogue.redact_texts([outcome.reason, *outcome.requests], writer.redactor)
-        outcome.requests = tuple(requests)
+    outcome.reason, *requests = dialogue.redact_texts([outcome.reason, *outcome.requests])
+    outcome.requests = tuple(requests)
     return outcome
 
 
@@ -341,17 +340,20 @@ class _Dialogue:
     def _find_results(self, calls: Sequence[Call]) -> list[str]:
         """Return the results of calls: of really called tools, and of the others as the teacher imagines them."""
         results: dict[str | None, str] = {}
+        raw: dict[str | None, str] = {}
         for call in calls:
             if (known := self._known_results.get(call_key(call))) is not None:
                 results[call.id] = known
                 continue
             if (tool := self._writer.executed.get(call.name)) is not None:
                 try:
-                    results[call.id] = self._hide_secrets(call_mcp_tool(tool, call))
+                    raw[call.id] = call_mcp_tool(tool, call)
                 except ToolError as error:
-                    reason = self._writer.result_redactor.redact_text(str(error))
+                    *_, reason = self._hide_secrets([*raw.values(), str(error)])
                     raise Dropped("execution_failed", reason) from None
                 self._executed.add(call.name)
+        if raw:
+            results |= zip(raw, self._hide_secrets(list(raw.values())), strict=True)
         imagined = [call for call in calls if call.id not in results]
         if imagined:
             text = self._ask(ask_for_results(self._row, imagined), results_schema(len(imagined)))
@@ -359,19 +361,29 @@ class _Dialogue:
                 results[call.id] = result
         return [results[call.id] for call in calls]
 
-    def _hide_secrets(self, result: str) -> str:
-        """Return the result of an executed tool with placeholders; the teacher's server may be another's."""
-        self._results.append(Message("tool", result))  # earlier ones may tell what is a secret
-        redacted, redaction = self._writer.result_redactor.redact_conversation(Conversation(tuple(self._results)))
-        here = f"messages[{len(self._results) - 1}]"
-        if findings := [finding for finding in redaction.findings if finding.pointer.startswith(here)]:
-            self._hidden.append(Redaction(findings, redaction.table))
-        return redacted.messages[-1].content or ""
+    def _hide_secrets(self, results: Sequence[str]) -> list[str]:
+        """Return results of executed tools with placeholders; the teacher's server may be another's.
+
+        A result may tell that an earlier one holds a secret, which is then replaced in the row so far, too.
+        """
+        redactor = self._writer.result_redactor
+        num_before = len(self._results)
+        self._results += [Message("tool", result) for result in results]
+        redacted, redaction = redactor.redact_conversation(Conversation(tuple(self._results)))
+        new = tuple(f"messages[{index}]" for index in range(num_before, len(self._results)))
+        findings = [finding for finding in redaction.findings if finding.pointer.startswith(new)]
+        self._row, late = redactor.replace_known(self._row, redaction.table)
+        if findings or late:
+            self._hidden.append(Redaction([*findings, *late], redaction.table))
+        return [message.content or "" for message in redacted.messages[num_before:]]
 
     def _redact(self) -> tuple[Conversation, Redaction]:
         """Return the row as it is written, and what placeholders replace in it."""
-        row, text = self._row, self._row.to_json()
+        # The teacher may repeat what it read before a later result told that it is a secret.
+        row, late = self._writer.result_redactor.replace_known(self._row, self._secrets)
+        text = row.to_json()
         found = [one for one in self._hidden if any(placeholder in text for _, placeholder in one.table.values())]
+        found.append(Redaction(late, {}))
         if self._writer.redactor is not None:
             row, more = self._writer.redactor.redact_conversation(row)
             found.append(more)
@@ -379,12 +391,20 @@ class _Dialogue:
         redaction = Redaction(findings, {form: kind for one in found for form, kind in one.table.items()})
         return self._writer.result_redactor.mute(row, redaction), redaction
 
-    def redact_texts(self, texts: Sequence[str], redactor: Redactor) -> list[str]:
+    @property
+    def _secrets(self) -> dict[str, tuple[str, str]]:
+        """The kind and placeholder of each spelling of each secret of the results."""
+        return {form: kind for one in self._hidden for form, kind in one.table.items()}
+
+    def redact_texts(self, texts: Sequence[str]) -> list[str]:
         """Return texts about the row with placeholders; the row and its calls tell which values are secrets."""
-        said = [*(Message("user", text) for text in texts), *self._row.messages]
-        said.append(Message("assistant", None, self._intended))
-        redacted, _ = redactor.redact_conversation(Conversation(tuple(said)))
-        return [message.content or "" for message in redacted.messages[: len(texts)]]
+        said = Conversation(tuple(Message("user", text) for text in texts))
+        said, _ = self._writer.result_redactor.replace_known(said, self._secrets)
+        if self._writer.redactor is not None:
+            calls = Message("assistant", None, self._intended)
+            said = Conversation((*said.messages, *self._row.messages, calls))
+            said, _ = self._writer.redactor.redact_conversation(said)
+        return [message.content or "" for message in said.messages[: len(texts)]]
 
     def _finish(self) -> dict[str, Any]:
         """Return the row with its provenance, if it is read back as it is."""

@@ -380,21 +380,32 @@ def _scan_files(
         is_known = row_format != "auto"
         rows = _scan_file(file, context, is_wanted)
         if len(files) > 1 and _JSON_FILE.search(file):
-            head = list(islice(rows, 2))
-            if len(head) == 1 and _is_foreign(head[0][1], row_format, context):
+            head: list[tuple[int, Any]] = []
+            error: DataError | None = None
+            try:
+                head.extend(islice(rows, 2))
+            except DataError as raised:  # the rows before are still yielded
+                error = raised
+            if error is None and len(head) == 1 and _is_foreign(head[0][1], row_format, context):
                 first_foreign = first_foreign or (file, *head[0])
                 num_foreign += 1
                 if num_foreign == len(files) and not is_known:
                     _has_known_format(*first_foreign, context)  # raises the error of the first file
                 yield UnreadRow(file, head[0][0], LeftOut("file_left_out"))
                 continue
-            rows = chain(head, rows)
+            rows = chain(head, rows if error is None else _raise(error))
         for line, value in _expand_logs(rows, row_format, context):
             if not is_known and not isinstance(value, LeftOut):
                 is_known = _has_known_format(file, line, value, context)
             if isinstance(value, RowError):
                 value = Defect(file, line, value.pointer, value.kind, value.reason)
             yield UnreadRow(file, line, value)
+
+
+def _raise(error: DataError) -> Iterator[tuple[int, Any]]:
+    """Raise an error where the next row would be read."""
+    raise error
+    yield
 
 
 def _is_foreign(value: Any, row_format: str, context: ReadContext) -> bool:

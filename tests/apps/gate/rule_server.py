@@ -39,6 +39,9 @@ def serve_rule(expected: Mapping[str, Calls], rule: str = "right") -> Iterator[L
         if (rule == "unguided" and "tool_choice" in body) or (rule == "unstreamed" and body.get("stream")):
             handler.send(400, '{"error": {"message": "not supported"}}')
             return
+        if rule == "crashing" and body.get("stream"):
+            handler.send(500, '{"error": {"message": "a bug of the parser"}}')
+            return
         if rule == "heedless":
             body.pop("tool_choice", None)
         tools = [tool["function"]["name"] for tool in body.get("tools", ())]

@@ -217,6 +217,14 @@ def test_streams_that_a_server_refuses_are_not_run(cases: Path, expected: dict[s
     assert list(report.tables) == ["Guided decoding"]
 
 
+def test_streams_at_which_only_the_results_server_fails_are_no_pass(
+    cases: Path, expected: dict[str, Calls], tmp_path: Path
+) -> None:
+    report = gate(cases, tmp_path, expected, "right", "crashing", streamed=True, max_cases=4)
+    assert "calls_streamed" not in report.not_run
+    assert {line.line.name: line.verdict for line in report.lines}["calls_streamed"] != "safe"
+
+
 def test_a_server_that_ignores_guided_decoding_is_named(
     cases: Path, expected: dict[str, Calls], tmp_path: Path
 ) -> None:

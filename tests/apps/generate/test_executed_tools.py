@@ -55,8 +55,9 @@ def test_a_named_read_only_tool_is_called_and_no_other(tmp_path: Path) -> None:
     assert num_results == called["get_weather"] > 4
 
 
+@pytest.mark.parametrize("more", [[], ["--supervise-redacted"]])
 def test_secrets_in_results_are_replaced_before_the_teacher_reads_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     secret = "gh" + "p_" + "kq81ZxPv30mNeTrWLsYu7b5AdFhJ2cQ9oXt4"
 
@@ -67,7 +68,8 @@ def test_secrets_in_results_are_replaced_before_the_teacher_reads_them(
 
     out = tmp_path / "rows.jsonl"
     with serve_tools(LISTED[:1], call) as url, serve_teacher(Teacher()) as log:
-        assert generate(log.url, url, out, "--execute", "get_weather", "--kinds", "one_call", num=4) == 0
+        options = ["--execute", "get_weather", "--kinds", "one_call", *more]
+        assert generate(log.url, url, out, *options, num=4) == 0
         sent = json.dumps(log.bodies)
     rows, folder = read_rows(out), out.with_suffix(".generate")
     for text in (sent, *(path.read_text() for path in (out, *folder.glob("*.json*")))):
@@ -77,22 +79,37 @@ def test_secrets_in_results_are_replaced_before_the_teacher_reads_them(
         *_, result, answer = row["messages"]
         assert json.loads(result["content"])["token"].startswith("ghp_REDACTED")
         assert "ghp_REDACTED" in answer["content"]
-        assert answer["weight"] == 0, "no placeholder is learned as a value"
+        assert answer.get("weight", 1) == len(more), "no placeholder is learned as a value"
         assert row["metadata"]["redacted"] == {"kinds": {"github_token": 1}, "calls": []}
     said = capsys.readouterr().out
     assert "4 secrets in 4 rows (github_token 4) replaced by placeholders\nfound in the rows' texts: secrets 0" in said
     assert read_summary(out)["redacted"]["kinds"] == {"github_token": 4}
 
 
-def test_a_secret_that_an_earlier_result_names_is_replaced_in_later_ones(tmp_path: Path) -> None:
-    results = itertools.cycle(['{"password": "kittens-Of-4Doors"}', '{"note": "use kittens-Of-4Doors"}'])
+NAMED, MENTIONED = '{"password": "kittens-Of-4Doors"}', '{"note": "use kittens-Of-4Doors"}'
+
+
+@pytest.mark.parametrize(
+    ("results", "kind", "count"),
+    [
+        ((NAMED, MENTIONED), "repeated_tool", 2),
+        ((MENTIONED, NAMED), "repeated_tool", 2),
+        ((MENTIONED, NAMED), "multi_turn", 3),  # the answer to the first turn quotes its result
+    ],
+)
+def test_a_secret_that_one_result_names_is_replaced_in_all(
+    results: tuple[str, str], kind: str, count: int, tmp_path: Path
+) -> None:
+    given = itertools.cycle(results)
     out = tmp_path / "rows.jsonl"
-    with serve_tools(LISTED[:1], lambda name, arguments: next(results)) as url, serve_teacher(Teacher()) as log:
-        options = ["--execute", "get_weather", "--kinds", "repeated_tool", "--concurrency", "1"]
+    with serve_tools(LISTED[:1], lambda name, arguments: next(given)) as url, serve_teacher(Teacher()) as log:
+        options = ["--execute", "get_weather", "--kinds", kind, "--concurrency", "1"]
         assert generate(log.url, url, out, *options, num=2) == 0
-        sent = json.dumps(log.bodies)
-    assert "kittens" not in sent + out.read_text()
-    assert [row["metadata"]["redacted"]["kinds"] for row in read_rows(out)] == [{"named_secret": 2}] * 2
+        last = json.dumps(log.bodies if kind == "repeated_tool" else log.bodies[-1])
+    assert "kittens" not in last + "".join(path.read_text() for path in out.with_suffix(".generate").glob("*.json*"))
+    for row in read_rows(out):
+        assert "kittens" not in json.dumps(row)
+        assert row["metadata"]["redacted"]["kinds"] == {"named_secret": count}
 
 
 def test_a_call_that_fails_drops_its_row(tmp_path: Path) -> None:

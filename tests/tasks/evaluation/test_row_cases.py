@@ -220,6 +220,14 @@ def test_a_greeting_with_a_request_that_is_not_answered_is_no_case(write_rows: W
     assert made.left_out.total() == 1
 
 
+def test_records_that_open_with_the_same_greeting_are_of_several_runs(write_rows: Write) -> None:
+    rows = [row(f"Question {n}?", ["one"], "No.") for n in range(3)]
+    for one in rows:
+        one["messages"].insert(0, {"role": "assistant", "content": "Hello, how can I help?"})
+    made = make_row_cases([str(write_rows(rows))], fold="always")
+    assert len({case.origin for case in made.cases}) == 3
+
+
 def test_tools_of_a_file_are_those_of_rows_without_any(write_rows: Write, tmp_path: Path) -> None:
     rows = [row(f"{n}?", [], calls("one")) for n in range(5)]
     for one in rows:

@@ -17,6 +17,8 @@ from fctune.data.sources.row_formats.openai import read_openai
 
 _KEYS = ("trajectory", "messages")
 _OUTCOMES = ("resolved", "target")
+# One of them stands beside the messages of a run; other rows may have a column ``resolved`` as well.
+_OF_A_RUN = ("instance_id", "traj_id", "patch")
 # Keys of SWE-agent's messages that repeat their text and calls.
 _REPEATED = ("agent", "message_type", "thought", "action", "tool_call_ids")
 # Columns of an instance and of how its run was judged.
@@ -30,7 +32,7 @@ _INSTANCE = (
 def _is_trajectory(row: dict[str, Any]) -> bool:
     value = row.get("trajectory")
     if value is None:
-        value = row.get("messages") if "resolved" in row else None
+        value = row.get("messages") if "resolved" in row and not row.keys().isdisjoint(_OF_A_RUN) else None
     is_list = isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
     return is_list or (isinstance(value, str) and value.lstrip().startswith("[") and '"role"' in value[:100])
 
