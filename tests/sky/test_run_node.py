@@ -33,7 +33,7 @@ def copy_with_recorder(folder: Path) -> Path:
     tools.mkdir(parents=True)
     recorder = """#!/usr/bin/env bash
     printf '%s\\0' "$@" > "$RECORD.$SLURM_NODEID$SKYPILOT_NODE_RANK$NODE_RANK"
-    [ "$PYTHONSAFEPATH" = 1 ] && ls "${PYTHONPATH%%:*}" > "$RECORD.modules"
+    [ "$PYTHONSAFEPATH" = 1 ] && ls "${PYTHONPATH%%:*}" > "$RECORD.modules.$SLURM_NODEID$SKYPILOT_NODE_RANK$NODE_RANK"
     if [ -n "$EXIT_JSON" ]; then mkdir -p "$RUN"; printf '{"code": %s}' "$EXIT_JSON" > "$RUN/exit.json"; fi
     exit "${TUNE_CODE:-0}"
     """
@@ -140,7 +140,7 @@ def test_each_launcher_results_in_the_same_command(launcher: str, tmp_path: Path
         assert option(words, "--nproc_per_node") == "3"
         assert option(words, "--rdzv_backend") == "static"  # c10d assigns ranks in the order of arrival
         assert option(words, "--rdzv_endpoint") == f"127.0.0.1:{environment['MASTER_PORT']}"
-        assert (tmp_path / "record.modules").read_text() == "recipes\n"  # all that ranks import from the clone
+        assert (tmp_path / f"record.modules.{node}").read_text() == "recipes\n"  # all that ranks import from the clone
         run_id = option(words, "--rdzv_id")
         assert run_id == run_ids.setdefault("both nodes", run_id)
         assert "/" not in run_id, "torchrun names a folder after it"
