@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ class ServerEngine:
         return {
             "model": self.url,
             "served_model": self.model,
-            **self._describe_weights(),
+            **self._weights,
             "request": self._request,
             "temperature": sampling.temperature,
             "seed": sampling.seed,
@@ -246,7 +247,11 @@ class ServerEngine:
         own, name = template.encode_prompt(_PROBE), f"{self.url}: {self.model}"
         require_equal_ids(name, template, "tokenizer or chat template", "prompt", own, answer.tokens.prompt_ids)
 
-    def _describe_weights(self) -> dict[str, str]:
+    @cached_property
+    def _weights(self) -> dict[str, str]:
+        """What the server tells of its weights, with their digest if they are on this machine: read once, as it is
+        asked for with each suite.
+        """
         root = next((row.get("root") for row in self._listed if row["id"] == self.model), None)
         if not isinstance(root, str) or not root:
             return {}

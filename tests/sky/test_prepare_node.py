@@ -162,10 +162,9 @@ def test_a_missing_shared_disk_is_a_fault(clone: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def start_preparing(clone: Path, environment: dict[str, str]) -> tuple[subprocess.Popen[str], Path]:
-    """Start to prepare, and return the process with the directory of its unfinished set."""
-    environment = environment | {"PATH": f"{clone / '.venv' / 'bin'}{os.pathsep}{environment['PATH']}"}
-    process = subprocess.Popen(
+def launch(clone: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start the script in a group of processes of its own."""
+    return subprocess.Popen(
         [clone / "sky" / "prepare_node.sh"],
         cwd=ROOT,
         env=environment,
@@ -174,6 +173,12 @@ def start_preparing(clone: Path, environment: dict[str, str]) -> tuple[subproces
         text=True,
         start_new_session=True,
     )
+
+
+def start_preparing(clone: Path, environment: dict[str, str]) -> tuple[subprocess.Popen[str], Path]:
+    """Start to prepare, and return the process with the directory of its unfinished set."""
+    environment = environment | {"PATH": f"{clone / '.venv' / 'bin'}{os.pathsep}{environment['PATH']}"}
+    process = launch(clone, environment)
     prepared = Path(environment["FCTUNE_SHARED"]) / "cache" / "prepared"
     deadline = time.monotonic() + 90
     while not (found := [path for path in prepared.glob(".*.*") if (path / "tokens.bin").is_file()]):
@@ -204,14 +209,7 @@ def test_of_two_preparations_at_once_one_writes_and_the_other_waits_for_it(clone
     environment = environment_of(tmp_path, CONFIG=TINY, MODEL=str(TINY_BASE), DATASET="synthetic:train:3000:1")
     first, _ = start_preparing(clone, environment)
     os.killpg(first.pid, signal.SIGSTOP)
-    second = subprocess.Popen(
-        [clone / "sky" / "prepare_node.sh"],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    second = launch(clone, environment)
     assert second.stdout is not None
     waiting = next(line for line in second.stdout if "waits for it" in line)
     assert "another process is preparing the same rows" in waiting

@@ -85,9 +85,7 @@ class RowProfile:
     def find_obstacle(self, kind: str, share: float) -> str | None:
         """Return why the augmenter cannot apply a kind to any row; None if it can, or no rows are kept to try it on."""
         if self.tried and (kind, share) not in self._obstacles:
-            config = AugmentConfig(max_tools=self.max_tools)
-            setattr(config, kind, share)
-            augmenter = Augmenter(config, self.pool)
+            augmenter = self._make_augmenter(kind, share)
             counts = augmenter.counts[kind]
             is_made = any(augmenter.expand(row, source) and counts.made > 0 for source, row in self.tried)
             reasons = (counts.left_out + counts.unsuitable).most_common(1)
@@ -102,14 +100,17 @@ class RowProfile:
         if not self.tried:
             return share * self.share("call", "tools")
         if kind not in self._eligible:
-            config = AugmentConfig(max_tools=self.max_tools)
-            setattr(config, kind, 1.0)
-            augmenter = Augmenter(config, self.pool)
+            augmenter = self._make_augmenter(kind, 1.0)
             for source, row in self.tried:
                 augmenter.expand(row, source)
             num_with_tools = sum(bool(row.conversation.tools) for _, row in self.tried)
             self._eligible[kind] = augmenter.counts[kind].made / max(1, num_with_tools)
         return share * self._eligible[kind]
+
+    def _make_augmenter(self, kind: str, share: float) -> Augmenter:
+        config = AugmentConfig(max_tools=self.max_tools)
+        setattr(config, kind, share)
+        return Augmenter(config, self.pool)
 
     def add(self, row: Conversation) -> None:
         """Count a row, its properties and the tools that it offers."""

@@ -71,7 +71,7 @@ class Report:
 
     @property
     def spent(self) -> Usage:
-        """What all requests took."""
+        """Requests, tokens and cost of all rows, with those of rows that were cut off."""
         total = replace(self.usage)
         total.add(self.interrupted)
         return total

@@ -46,7 +46,7 @@ ALLOW_VARIABLE = "PREPARE_ON_GPUS"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unprepared:
-    """What a run still has to download and prepare, in bytes as far as they are known."""
+    """Bytes that a run has yet to download, and those of the rows to prepare, as far as they are known."""
 
     downloads: dict[str, int]  # by model or data set; complete sizes, though a part may be there
     rows: int  # of sources to read and tokenise

@@ -410,12 +410,7 @@ def _raise(error: DataError) -> Iterator[tuple[int, Any]]:
 
 def _is_foreign(value: Any, row_format: str, context: ReadContext) -> bool:
     """Return True for an object of no row format, as one that describes a run in a file beside those of its rows."""
-    row = _decode_object(value, context)
-    if not isinstance(row, dict):
-        return False
-    try:
-        mapped = map_columns(row, context.columns)
-    except RowError:
+    if (mapped := _map_object(value, context)) is None:
         return False
     is_known = is_pair(mapped) or (row_format != "auto" and ROW_FORMATS[row_format].matches(mapped))
     return not is_known and detect_row_format(mapped) is None
@@ -441,6 +436,17 @@ def _expand_logs(rows: Iterator[tuple[int, Any]], row_format: str, context: Read
         return
     yield from before
     yield from rows
+
+
+def _map_object(value: Any, context: ReadContext) -> dict[str, Any] | None:
+    """Return the object of an undecoded row under the names of its format's columns; None if it is none."""
+    row = _decode_object(value, context)
+    if not isinstance(row, dict):
+        return None
+    try:
+        return map_columns(row, context.columns)
+    except RowError:
+        return None
 
 
 def _decode_object(value: Any, context: ReadContext) -> dict[str, Any] | RowError:
@@ -609,15 +615,7 @@ def _has_known_format(file: str, line: int, value: Any, context: ReadContext) ->
     Raises:
         DataError: The format is unknown.
     """
-    try:
-        row = value if isinstance(value, RowError) else decode_row(value, context)
-    except RowError:
-        return False
-    if not isinstance(row, dict):
-        return False
-    try:
-        mapped = map_columns(row, context.columns)
-    except RowError:
+    if (mapped := _map_object(value, context)) is None:
         return False
     if detect_row_format(mapped) is not None:
         return True
