@@ -62,6 +62,7 @@ from fctune.tasks.suite_files import load_suite
 
 NUM_VALIDATION, NUM_TEST = 60, 120
 _ROOT = Path(__file__).resolve().parents[1]
+_CHOSEN_BY_RUNS = ("parallel.context", "activation_checkpointing.fraction")  # null until a run records its choice
 
 
 def write_data(arguments: argparse.Namespace, mixture: Mixture) -> None:
@@ -169,7 +170,8 @@ def _check_config(run: Path, config: dict[str, Any]) -> None:
     """Raise ConfigError if a run has trained with another config."""
     trained = flatten_config((_read_object(run / "run.json") or {}).get("config", {}))
     now = flatten_config(json.loads(json.dumps(config)))
-    if changed := [key for key in now if key in trained and _place(key, trained[key]) != _place(key, now[key])]:
+    kept = [key for key in now if key in trained and not (now[key] is None and key in _CHOSEN_BY_RUNS)]
+    if changed := [key for key in kept if _place(key, trained[key]) != _place(key, now[key])]:
         key = changed[0]
         more = f" and {format_count(len(changed) - 1, 'more key')}" if len(changed) > 1 else ""
         raise ConfigError(

@@ -49,6 +49,14 @@ def test_an_ended_run_is_known_by_any_spelling_of_its_paths(tmp_path: Path) -> N
     assert train_once(CONFIG, spelled, []) == spelled / "export" / "merged"
 
 
+def test_an_ended_run_has_chosen_what_its_config_left_open(tmp_path: Path) -> None:
+    write_ended_run(tmp_path / "run", "parallel.context=1", "activation_checkpointing.fraction=0.5")
+    open_keys = ["parallel.context=null", "activation_checkpointing.fraction=null"]
+    assert train_once(CONFIG, tmp_path / "run", open_keys) == tmp_path / "run" / "export" / "merged"
+    with pytest.raises(ConfigError, match=r"parallel\.context=1, not 2\. Pass another --out"):
+        train_once(CONFIG, tmp_path / "run", [*open_keys, "parallel.context=2"])
+
+
 def test_an_ended_run_of_another_config_is_refused_with_the_key(tmp_path: Path) -> None:
     write_ended_run(tmp_path / "run", "optimizer.lr=3e-4", "seed=7")
     with pytest.raises(ConfigError, match=r"seed=7, not 8 and 1 more keys?\. Pass another --out"):
