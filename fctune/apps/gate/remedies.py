@@ -12,6 +12,7 @@ from fctune.apps.gate.replay import SOURCES, ReplayMix
 from fctune.config.intervals import format_count, format_share, parse_share
 
 # Shares of the rows with tools that need no call: too few, enough if more are tried, and too many.
+_SAME_SHARE = 0.95  # a command has shares rounded to tenths of a percent, and the rows may have changed a little since
 _FEW_NEGATIVES, _HALF_NEGATIVES, _MANY_NEGATIVES = 0.15, 0.4, 0.5
 _TAKEN_AWAY = 0.3  # rows without a call that are added for each row with tools
 _FEW = 0.02  # of the rows, so that they teach nothing
@@ -188,7 +189,7 @@ def _augment(profile: RowProfile, **shares: float) -> dict[str, str]:
     raised = {}
     for kind, least in shares.items():
         given = profile.augment.get(kind, 0.0)
-        share = least if given < least else min(1.0, 2 * given)
+        share = least if given < _SAME_SHARE * least else min(1.0, 2 * given)
         if profile.find_obstacle(kind, share) is None:
             raised[f"data.augment.{kind}"] = format_share(share)
     return raised

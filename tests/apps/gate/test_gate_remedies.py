@@ -156,6 +156,19 @@ def test_rows_that_the_augmenter_leaves_alone_raise_the_share_of_the_others(tmp_
     assert remedy.overrides["data.augment.take_away"] == "90%"
 
 
+def test_a_share_that_did_not_suffice_is_doubled_although_commands_round_it(tmp_path: Path) -> None:
+    rows = []
+    for i in range(56):
+        request = "Use t1" if i % 28 == 0 else "Do"  # of 28 rows, one names the tool
+        rows.append(make_row(Message("user", f"{request} {i}"), CALL).to_openai())
+    profiled = parse_rows(tmp_path / "rows.jsonl", rows)
+    (first, *_) = find_remedies(fallen("over_calling"), profiled)
+    assert first.overrides["data.augment.take_away"] == "31.1%", "30 rows without a call for 100, of 27 in 28"
+    profiled.augment = {"take_away": 0.311}
+    (second, *_) = find_remedies(fallen("over_calling"), profiled)
+    assert second.overrides["data.augment.take_away"] == "62.2%"
+
+
 def test_repeated_requests_are_few_negatives_however_many_rows_have_them(tmp_path: Path) -> None:
     rows = [make_row(Message("user", f"Do {i}"), CALL).to_openai() for i in range(60)]
     rows += [make_row(Message("user", f"Hello {i % 3}"), TEXT).to_openai() for i in range(30)]
