@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fctune.apps.tune.machine import Machine
 from fctune.base.errors import ConfigError
 from fctune.config.composition import Composition, render_with_origins
@@ -34,10 +36,8 @@ _HELD_OUT, _THOROUGH_HELD_OUT, _MAX_SHARE, _MIN_SHARE = 200, 600, 0.2, 0.02
 _TINY_ROWS, _TINY_EPOCHS = 10_000, 10
 _EPOCHS = ((1_000, 4), (5_000, 3), (50_000, 2))  # of fewer conversations than this; of more, one
 MIN_SEQ_LEN = 1024
-_FEW_NO_CALLS, _TAKE_AWAY = (
-    0.1,
-    "15%",
-)  # below this share of rows without a call, this share of others is made into some
+# Below this share of rows without a call, this share of the others is made into some.
+_FEW_NO_CALLS, _TAKE_AWAY = 0.1, "30%"
 _MIN_ANSWER, _THINKING = 256, 1024  # tokens of an answer of the gate, and of its reasoning
 _TINY_WEIGHTS = 20_000_000
 _OTHER_FAMILY = math.log(4)  # how much nearer in size a model of another family must be
@@ -87,7 +87,7 @@ class Draft:
     def __init__(self, composition: Composition, given: Sequence[str]):
         self.composition = composition
         self._problems: list[str] = []
-        self._given = [word.removeprefix("~").partition("=")[0] for word in given]
+        self._given = [key for word in given for key in _list_keys(word)]
         for key, other in _ALTERNATIVES.items():
             if self.is_given(other) and not self.is_given(key):
                 composition.values.pop(key, None)
@@ -138,6 +138,17 @@ class Draft:
             for path, value in _iter_values(self.values, ())
             if (origin := self.composition.origin_of(path)) is not None and not origin.endswith(".yaml")
         ]
+
+
+def _list_keys(override: str) -> list[str]:
+    """Return the dotted keys that an override gives: of ``gate={max_cases: 60}``, those in the section."""
+    key, _, text = override.removeprefix("~").partition("=")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:  # which applying it reports
+        return [key]
+    paths = _iter_values(value, (key,)) if isinstance(value, dict) else [((key,), value)]
+    return [".".join(map(str, path)) for path, _ in paths]
 
 
 def _sort(values: dict[str, Any], schema: type[Any]) -> dict[str, Any]:
