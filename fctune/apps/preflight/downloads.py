@@ -9,7 +9,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.preflight.checks import ALLOW_PATTERNS, RepoKind, find_snapshot, list_hub_repositories
+from fctune.apps.preflight.checks import (
+    ALLOW_PATTERNS,
+    RepoKind,
+    find_snapshot,
+    list_hub_repositories,
+    list_source_paths,
+)
 from fctune.base.errors import DataError, one_line
 from fctune.base.files import is_in_use, run_within, write_atomically
 from fctune.config.schema import RunConfig
@@ -105,8 +111,7 @@ def _pin(config: RunConfig, kind: RepoKind, name: str, key: str, local: Path) ->
     """Return the override that replaces a repository by its snapshot."""
     if kind == "model":
         return f"{key}=hf:{name}@{local.name}"
-    path = config.data.sources[int(key.split(".")[2])].path
-    rest = path.removeprefix("hf:").partition("@")[0].partition(":")[2]
+    rest = list_source_paths(config)[key].removeprefix("hf:").partition("@")[0].partition(":")[2]
     return f"{key}=hf:{local}" + (f":{rest}" if rest else "")
 
 
