@@ -129,7 +129,8 @@ def test_a_job_whose_rank_is_aborted_continues_on_another_node(cluster: Cluster,
     summary = job.text("_summary.txt")
     assert "exit code  76\n" in summary
     assert "SIGABRT" in job.text(".log")
-    step, fruitless = (cluster.shared / "restarts" / f"slurm-{job.id}").read_text().split()
+    (count,) = (cluster.shared / "restarts").glob(f"slurm-{job.id}.[0-9]*")
+    step, fruitless = count.read_text().split()
     assert int(step) >= saved
     assert fruitless == "0"
 
