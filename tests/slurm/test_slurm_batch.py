@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,23 @@ def test_a_job_trains_on_both_nodes_and_writes_a_log_and_a_summary(cluster: Clus
     assert f"job        {job.id} (restart 0) on 2 nodes, n[0-1]" in summary
     assert "exit code  0\n" in summary
     assert job.text(".err") == ""
+
+
+@pytest.mark.timeout(900)
+def test_a_job_that_depends_on_a_preparation_trains_on_the_set_that_it_wrote(
+    cluster: Cluster, clone: Path, trial: str
+) -> None:
+    rows = "data.sources.0.path=synthetic:train:1900:1"
+    disks = "FCTUNE_SHARED=/mnt/shared FCTUNE_NETWORK=/mnt/network"
+    submit = f"cd {clone} && CONFIG={trial} {disks} sbatch --parsable sky/slurm/prepare.sbatch {rows}"
+    first = cluster.ssh(submit).strip()
+    job = Job(cluster, clone, trial, "prepared", rows, "max_steps=2", options=f"--dependency=afterok:{first}")
+    facts = job.wait_for_state("COMPLETED", "FAILED", timeout_s=600)
+    assert facts["JobState"] == "COMPLETED", (clone / f"prepare_{first}.log").read_text() + job.text(".log")
+    assert "prepared: a launch with the same variables" in (clone / f"prepare_{first}.log").read_text()
+    prepared = json.loads((job.run.folder / "run.json").read_text())["data"]["path"]
+    written = cluster.shared / Path(prepared).relative_to("/mnt/shared") / "meta.json"
+    assert written.stat().st_mtime < datetime.fromisoformat(facts["StartTime"]).timestamp()
 
 
 def test_a_job_that_slurm_asks_to_stop_saves_is_requeued_and_resumes_at_the_next_step(
