@@ -111,8 +111,10 @@ def _pin(config: RunConfig, kind: RepoKind, name: str, key: str, local: Path) ->
     """Return the override that replaces a repository by its snapshot."""
     if kind == "model":
         return f"{key}=hf:{name}@{local.name}"
-    rest = list_source_paths(config)[key].removeprefix("hf:").partition("@")[0].partition(":")[2]
-    return f"{key}=hf:{local}" + (f":{rest}" if rest else "")
+    path = config.grpo.cases if config.grpo is not None and key == "grpo.cases" else list_source_paths(config)[key]
+    prefix, _, spec = path.partition("hf:")
+    rest = spec.partition("@")[0].partition(":")[2]
+    return f"{key}={prefix}hf:{local}" + (f":{rest}" if rest else "")
 
 
 def _download(kind: RepoKind, name: str, revision: str | None) -> Path:
