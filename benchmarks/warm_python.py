@@ -36,12 +36,12 @@ if __name__ == "__main__" and sys.flags.no_site:  # the stand-in, which must sta
             "executable": os.path.join(os.path.dirname(address), "python"),
         }
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            for attempt in range(1200):  # the server may still be making its imports
+            for attempt in range(6000):  # the server may still be making its imports, on a busy machine for minutes
                 try:
                     connection.connect(address)
                     break
                 except OSError:
-                    if attempt == 1199:
+                    if attempt == 5999:
                         raise
                     time.sleep(0.1)
             socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
@@ -49,6 +49,8 @@ if __name__ == "__main__" and sys.flags.no_site:  # the stand-in, which must sta
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, lambda received, _: connection.send(bytes([received])))
             reply = connection.recv(1024)
+        if not reply:
+            print(f"{address}: the server of warm processes has ended, and with it this command", file=sys.stderr)
         code = int(json.loads(reply)["code"]) if reply else 1
         if code < 0:
             signal.signal(-code, signal.SIG_DFL)

@@ -52,11 +52,17 @@ if [ "$nodes" = 1 ] && [ -z "${FCTUNE_FALLBACK:-}${KUBERNETES_SERVICE_HOST:-}${S
   own_fallback=1
 fi
 
-# Newest checkpoint's step when this launch's last start ended, and how many in a row have not moved it. All nodes read
-# it before they meet in the preflight, so they end with the same code and write the same at the end: any of them may be
-# killed before, since launchers end the others when the first one has ended.
+# Newest checkpoint's step when this run's last start in this launch ended, and how many in a row have not moved it. All
+# nodes read it before they meet in the preflight, so they end with the same code and write the same at the end: any of
+# them may be killed before, since launchers end the others when the first one has ended.
 launch_id=${LAUNCH_ID:-${SKYPILOT_TASK_ID:-${SLURM_JOB_ID:+slurm-$SLURM_JOB_ID}}}
-progress=${launch_id:+$FCTUNE_SHARED/restarts/${launch_id//[^[:alnum:]_.-]/-}}
+launch_file=${launch_id:+$FCTUNE_SHARED/restarts/${launch_id//[^[:alnum:]_.-]/-}}
+# An allocation of Slurm may hold several runs, which differ in what names their output_dir; the last one counts.
+run_name=${OUTPUT_DIR:-$config}
+for word in ${OVERRIDES:-} "$@"; do
+  [[ "$word" != output_dir=* ]] || run_name=${word#*=}
+done
+progress=${launch_file:+$launch_file.$(cksum <<< "$run_name" | tr -d ' ')}
 last_step=0 fruitless=0
 [ ! -s "$progress" ] || read -r last_step fruitless < "$progress"
 
@@ -88,8 +94,8 @@ leave() {
   # it starts the job again; sky/setup.sh stops that start. The head knows best.
   if [ -n "${SLURM_JOB_ID:-}" ] && [ -n "${SKYPILOT_TASK_ID:-}" ]; then
     case $code in
-      1 | 2 | 74) [ "$node" != 0 ] && [ -f "$progress.final" ] || { mkdir -p "${progress%/*}" && echo "$code" > "$progress.final"; } ;;
-      0 | 75 | 76) [ "$node" != 0 ] || rm -f "$progress.final" ;;
+      1 | 2 | 74) [ "$node" != 0 ] && [ -f "$launch_file.final" ] || { mkdir -p "${launch_file%/*}" && echo "$code" > "$launch_file.final"; } ;;
+      0 | 75 | 76) [ "$node" != 0 ] || rm -f "$launch_file.final" ;;
     esac
   fi
   if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SKYPILOT_TASK_ID:-}" ] && [ -d "$FCTUNE_SHARED" ]; then

@@ -19,9 +19,12 @@ def add_commands(commands: Any) -> None:
     plan = commands.add_parser("plan", help="estimate memory, time and cost of a run; exit 1 if it does not fit")
     add_config_arguments(plan)
     plan.add_argument("--nodes", type=int, default=1, metavar="N", help="default: %(default)s")
-    plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: %(default)s")
+    plan.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8")
     plan.add_argument(
-        "--gpu", default="h100", metavar="NAME", help="GPU model; an unknown name lists them; default: %(default)s"
+        "--gpu",
+        default="h100",
+        metavar="NAME[:N]",
+        help="GPU model, and how many a node has; an unknown name lists them; default: %(default)s",
     )
     plan.add_argument(
         "--gpu-memory-gib",
@@ -111,7 +114,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = problems.collect(lambda: load_run_config(arguments.config, arguments.overrides))
     if arguments.model is not None and not Path(arguments.model).is_dir():  # before the slow imports
         problems.add(f"--model {arguments.model}: no such directory; pass the one with the model's config.json.")
-    gpu = problems.collect(lambda: find_gpu(arguments.gpu, options))
+    name, colon, count = arguments.gpu.partition(":")  # as in sky/*.yaml
+    if colon and not (count.isdecimal() and arguments.gpus_per_node in (None, int(count))):
+        problems.add(
+            f"--gpu {arguments.gpu}: expected NAME, or NAME:N with the N of --gpus-per-node, if that is given."
+        )
+    elif colon:
+        arguments.gpus_per_node = int(count)
+    gpu = problems.collect(lambda: find_gpu(name, options))
     prices = problems.collect(lambda: read_prices(arguments.prices))
     named = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(PlanRequest)}
     given = {name: value for name, value in named.items() if value is not None}

@@ -16,15 +16,19 @@ from fctune.config.intervals import format_count
 from fctune.config.run_length import RunLength
 from fctune.config.schema import RunConfig
 from fctune.data.chosen_template import read_chosen_template
+from fctune.data.chunk_encoder import list_sources
 from fctune.data.fingerprint import FileDigests, describe_rows, drop_contents, fingerprint_inputs
 from fctune.data.loader import ROW_MULTIPLE, shuffled
 from fctune.data.prepared_set import PreparedSet, open_prepared, resolve_batch_size
+from fctune.data.sources.reader import list_files
 
 # Assumed share of packed positions that hold a token, and of tokens that are supervised, without a prepared set. The
 # first is what best-fit packing reaches on conversations much shorter than a pack; the second is common in
 # function-calling data.
 _PACKED_SHARE = 0.98
 _SUPERVISED_SHARE = 0.25
+
+_MAX_READ_BYTES = 2**30  # read in seconds, to find the set of files that were moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,28 +109,44 @@ def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSe
         DataError: The set is damaged.
     """
     root = prepared_root(config)
-    candidates = [file.parent for file in sorted(root.glob("*/meta.json")) if _has_same_settings(config, file)]
-    if not candidates:
-        return None
+    sets = sorted(root.glob("*/meta.json"))
+    candidates = [meta for meta in sets if _has_same_settings(config, meta)]
     if model_dir is not None and (model_dir / "tokenizer.json").is_file():
         # Uses the digests stored by the preparation, so that data files are not read again.
         digests = FileDigests(root / "file_digests.json")
+        if not candidates:  # the files may have been moved
+            candidates = [meta for meta in sets if _has_same_settings(config, meta, is_anywhere=True)]
+            if not candidates or _count_unread(config, digests) > _MAX_READ_BYTES:
+                return None
         chosen = read_chosen_template(config.model)
         name, _ = fingerprint_inputs(config.data, model_dir, digests, config.model.template_args, chosen)
-        return (open_prepared(root / name), "counted in") if root / name in candidates else None
-    newest = max(candidates, key=lambda path: (path / "meta.json").stat().st_mtime)
+        return (open_prepared(root / name), "counted in") if (root / name / "meta.json").is_file() else None
+    if not candidates:
+        return None
+    newest = max(candidates, key=lambda meta: meta.stat().st_mtime).parent
     return open_prepared(newest), "counted, without the model's tokenizer to confirm the match, in"
 
 
-def _has_same_settings(config: RunConfig, meta: Path) -> bool:
+def _count_unread(config: RunConfig, digests: FileDigests) -> int:
+    """Return the bytes of a run's rows in files whose digests are not stored."""
+    paths = [source.path for source in list_sources(config.data)]
+    local = [path for path in paths if not path.startswith(("hf:", "synthetic:"))]
+    files = [file for path in local for file in list_files(path)]
+    return sum(Path(file).stat().st_size for file in files if not digests.has(file))
+
+
+def _has_same_settings(config: RunConfig, meta: Path, is_anywhere: bool = False) -> bool:
+    """Return True if a set was made with a config's settings; ``is_anywhere`` leaves out the paths of its sources."""
+    left_out = ("content", "path") if is_anywhere else ("content",)
     try:
         inputs = json.loads(meta.read_text(encoding="utf-8"))["inputs"]
-        prepared = drop_contents({key: inputs[key] for key in ("sources", "augment", "replay") if key in inputs})
+        rows = {key: inputs[key] for key in ("sources", "augment", "replay") if key in inputs}
+        prepared = drop_contents(rows, left_out)
         if "redact" in inputs.get("secrets", {}):
             prepared["secrets"] = {"redact": inputs["secrets"]["redact"]}
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    configured = json.loads(json.dumps(describe_rows(config.data, None)))
+    configured = json.loads(json.dumps(drop_contents(describe_rows(config.data, None), left_out)))
     data = asdict(config.data)
     return bool(prepared == configured) and all(
         data[name] == value

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,9 @@ _SECRET_RULES = [str(Path(__file__).parent / name) for name in ("secrets.py", "r
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", TEMPLATE_ARGS_FILE)
 
+# A download of a data set's commit, in whatever folder the hub's client keeps it.
+_SNAPSHOT = re.compile(r"^hf:.*/datasets--([^/:]+)/snapshots/([0-9a-f]{40})(?=:|$)")
+
 # A file changed this recently could change again without a visible change of its times, which file systems round.
 _SETTLED_NS = 3 * 10**9
 
@@ -34,8 +38,8 @@ _SETTLED_NS = 3 * 10**9
 class FileDigests:
     """Digests of files' contents, cached in a file next to the prepared sets so that a second start reads nothing.
 
-    A cached digest is valid while the file's size, times and inode are unchanged; its change time moves with every
-    write and cannot be set back.
+    A cached digest is valid while the file's name, size, times and inode are unchanged, in whatever folder its disk is
+    mounted; its change time moves with every write and cannot be set back.
 
     Args:
         cache: File of the cached digests; None caches nothing.
@@ -46,23 +50,30 @@ class FileDigests:
         self._cache = cache
         self._settled_ns = settled_ns
         self._entries: dict[str, list[Any]] = {}
+        self._known: dict[tuple[Any, ...], str] = {}
         self._is_changed = False
         if cache is not None:
-            with contextlib.suppress(OSError, ValueError, TypeError):  # a cache only saves time
-                self._entries = dict(json.loads(cache.read_text(encoding="utf-8")))
+            with contextlib.suppress(OSError, ValueError, TypeError, IndexError):  # a cache only saves time
+                entries = dict(json.loads(cache.read_text(encoding="utf-8")))
+                self._known = {(os.path.basename(path), *entry[:4]): str(entry[-1]) for path, entry in entries.items()}
+                self._entries = entries
 
     def digest(self, path: str | Path) -> str:
         """Return the digest of a file's content, 32 hex digits."""
         key, stat = os.path.abspath(path), _stat(path)
-        entry = self._entries.get(key)
-        if entry is not None and entry[:-1] == stat:
-            return str(entry[-1])
+        known = (os.path.basename(key), *stat[:4])
+        if known in self._known:
+            return self._known[known]
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
         if stat == _stat(path) and time.time_ns() - max(stat[1:3]) > self._settled_ns:
-            self._entries[key] = [*stat, digest]
+            self._entries[key], self._known[known] = [*stat, digest], digest
             self._is_changed = True
         return digest
+
+    def has(self, path: str | Path) -> bool:
+        """Return True if the digest of a file is cached."""
+        return (os.path.basename(path), *_stat(path)[:4]) in self._known
 
     def save(self) -> None:
         """Write new digests to the cache, if there is one and it can be written."""
@@ -80,7 +91,8 @@ def fingerprint_inputs(
 ) -> tuple[str, dict[str, Any]]:
     """Return the name of the prepared set made from these inputs, and the inputs by name, which explain a mismatch.
 
-    Rows, tokenizer and template enter by content, so a file edited in place is a different input.
+    Rows, tokenizer and template enter by content, so a file edited in place is a different input, and one that was
+    moved is the same.
     """
     digests = digests or FileDigests()
     inputs: dict[str, Any] = {
@@ -97,8 +109,27 @@ def fingerprint_inputs(
     if config.secrets != "ignore":
         # With secrets=fail, the set is the same, and its counts end the run.
         inputs["secrets"] = inputs.get("secrets", {}) | {"rules": _digest_files(_SECRET_RULES, digests)}
-    text = json.dumps(inputs, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), inputs
+    return name_inputs(inputs), inputs
+
+
+def name_inputs(inputs: dict[str, Any]) -> str:
+    """Return the name of the prepared set made from inputs, 16 hex digits; that of the same rows elsewhere is equal."""
+    rows: dict[str, Any] = {"sources": _drop_places(inputs["sources"])}
+    if "replay" in inputs:
+        rows["replay"] = {**inputs["replay"], "sources": _drop_places(inputs["replay"]["sources"])}
+    text = json.dumps(inputs | rows, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _drop_places(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return sources with a number in place of each path; equal paths keep equal numbers, since they share tools."""
+    paths = [source["path"] for source in sources]
+    return [
+        source
+        if source["path"].startswith("synthetic:")
+        else {**source, "path": paths.index(source["path"]), "content": _SNAPSHOT.sub(r"hf:\1@\2", source["content"])}
+        for source in sources
+    ]
 
 
 def describe_rows(config: DataConfig, digests: FileDigests | None) -> dict[str, Any]:
@@ -126,11 +157,11 @@ def describe_rows(config: DataConfig, digests: FileDigests | None) -> dict[str, 
     return rows
 
 
-def drop_contents(rows: Any) -> Any:
-    """Return what ``describe_rows`` returned without the contents, to compare the settings alone."""
+def drop_contents(rows: Any, keys: tuple[str, ...] = ("content",)) -> Any:
+    """Return what ``describe_rows`` returned without the contents, or other keys, to compare the settings alone."""
     if isinstance(rows, dict):
-        return {key: None if key == "content" else drop_contents(value) for key, value in rows.items()}
-    return [drop_contents(item) for item in rows] if isinstance(rows, list) else rows
+        return {key: None if key in keys else drop_contents(value, keys) for key, value in rows.items()}
+    return [drop_contents(item, keys) for item in rows] if isinstance(rows, list) else rows
 
 
 def fingerprint_source(path: str, digests: FileDigests) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fctune.base.errors import DataError
+from fctune.data.fingerprint import name_inputs
 from fctune.data.prepared_set import PreparedSet, Split
 
 IGNORE = -100  # label of an unsupervised position
@@ -156,7 +157,7 @@ class GlobalLoader:
         mine = self.state_at(0)
         names = [name for name in ("seed", "global_batch_size") if state[name] != mine[name]]
         changes = [f"{name}: was {state[name]}, is {mine[name]}" for name in names]
-        if state["fingerprint"] != self.prepared.fingerprint:
+        if name_inputs(state["inputs"]) != self.prepared.fingerprint:
             old, new = state["inputs"], self.prepared.inputs
             keys = [key for key in new if old.get(key) != new[key]]
             changes += [f"{_name_input(key)}: was {old.get(key)}, is {new[key]}" for key in keys]

@@ -112,7 +112,7 @@ def _read_lines(mark: Path) -> list[dict[str, Any]]:
 
 
 def require_released(model: str | Path, action: str, is_forced: bool) -> None:
-    """Refuse a model that the gate has stopped.
+    """Refuse a model that the gate has stopped, and the checkpoints of a run whose exports it has stopped.
 
     Args:
         model: The model, as ``find_marks`` takes it.
@@ -122,12 +122,20 @@ def require_released(model: str | Path, action: str, is_forced: bool) -> None:
     Raises:
         ConfigError: The model is marked, and it is not forced.
     """
-    lines = read_mark(model)
-    if lines is None or is_forced:
+    places = (model, *_list_runs_of_checkpoint(Path(model)))
+    stopped = next((place for place in places if read_mark(place) is not None), None)
+    if stopped is None or is_forced:
         return
-    mark = next(path for path in find_marks(model) if path.is_file())
+    lines = read_mark(stopped) or []
+    mark = next(path for path in find_marks(stopped) if path.is_file())
     fallen = ", ".join(f"{line['title']} ({line['verdict']})" for line in lines) or "the mark is damaged"
     raise ConfigError(
-        f"{model}: {action}, because the gate stopped it: {fallen}. See {mark}; mend the rows and run fctune "
-        "gate again, or pass --force."
+        f"{model}: {action}, because the gate stopped {'it' if stopped is model else 'its run'}: {fallen}. See {mark}; "
+        "mend the rows and run fctune gate again, or pass --force."
     )
+
+
+def _list_runs_of_checkpoint(path: Path) -> list[Path]:
+    """Return the directory of a checkpoint's run, by the path's own name and by that of what it links to."""
+    spelled = (path.absolute(), path.resolve())
+    return [one.parents[1] for one in spelled if one.parent.name == RunFiles("").checkpoints.name]

@@ -16,10 +16,12 @@ from fctune.base.errors import DataError
 from fctune.config.cache import prepared_root
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
+from fctune.data import data_size
 from fctune.data.data_size import measure_data
 from fctune.data.fingerprint import fingerprint_inputs
 from fctune.data.loader import GlobalLoader
 from fctune.data.prepared_set import prepare
+from fctune.data.synthetic import iter_conversations
 from tests.conftest import ROOT, TINY_BASE
 
 
@@ -97,6 +99,33 @@ def test_files_with_stored_digests_are_not_read_again(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(hashlib, "file_digest", refuse)
     assert measure_data(config, TINY_BASE, None, None) is not None
+
+
+def test_rows_that_were_moved_are_found_unless_that_takes_long_to_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 10**10)  # digests of files this young are not cached
+    rows = tmp_path / "a" / "rows.jsonl"
+    rows.parent.mkdir()
+    rows.write_text("".join(json.dumps(row.to_openai()) + "\n" for row in iter_conversations("train", 30, 1)))
+    config = tiny(tmp_path, f"data.sources.0.path={rows}")
+    prepared = prepare(config.data, TINY_BASE, prepared_root(config))
+
+    def find() -> str | None:
+        counted = measure_data(config, TINY_BASE, None, None)
+        return None if counted is None else counted.source
+
+    rows.parent.rename(tmp_path / "b")
+    copied = tmp_path / "c" / "rows.jsonl"
+    copied.parent.mkdir()
+    shutil.copyfile(tmp_path / "b" / "rows.jsonl", copied)
+    for folder, limit, is_found in (("b", 0, True), ("c", 0, False), ("c", 2**20, True)):
+        monkeypatch.setattr(data_size, "_MAX_READ_BYTES", limit)
+        config.data.sources[0].path = str(tmp_path / folder / "rows.jsonl")
+        assert find() == (f"counted in {prepared.path}" if is_found else None), (folder, limit)
+    copied.write_text(copied.read_text() + "\n")
+    assert find() is None
 
 
 def test_a_single_given_row_is_one_pack(tmp_path: Path) -> None:

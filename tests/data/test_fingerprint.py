@@ -48,6 +48,28 @@ def test_a_change_that_restores_time_and_size_is_detected(tmp_path: Path) -> Non
     assert open_cache(cache).digest(rows) == content_digest(rows) != before
 
 
+def test_a_cached_digest_holds_where_the_disk_is_mounted_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, other, cache = tmp_path / "a" / "rows.jsonl", tmp_path / "b" / "rows.jsonl", tmp_path / "cache.json"
+    for folder in (rows.parent, other.parent):
+        folder.mkdir()
+    rows.write_text("one\n")
+    other.hardlink_to(rows)  # one file under two paths, as under two mount points
+    digests = open_cache(cache)
+    before = digests.digest(rows)
+    digests.save()
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("the file was read again"))
+    found = open_cache(cache)
+    assert found.has(other)
+    assert found.digest(other) == before
+    monkeypatch.undo()
+    other.unlink()
+    other.write_text("two\n")
+    assert not open_cache(cache).has(other)
+    assert open_cache(cache).digest(other) == content_digest(other) != before
+
+
 def test_the_digest_of_a_file_that_just_changed_is_not_cached(tmp_path: Path) -> None:
     rows, cache = tmp_path / "rows.jsonl", tmp_path / "cache.json"
     rows.write_text("one\n")
@@ -132,6 +154,41 @@ def test_every_key_of_a_source_changes_the_fingerprint(change: dict[str, Any], t
     source = SourceConfig(path="synthetic:train:9:0")
     names = {fingerprint_inputs(DataConfig(sources=[one]), tiny_base)[0] for one in (source, replace(source, **change))}
     assert len(names) == 2
+
+
+SNAPSHOT = f"datasets--some--rows/snapshots/{'0123456789' * 4}"
+
+
+@pytest.mark.parametrize("section", ["sources", "replay"])
+def test_the_same_rows_elsewhere_are_the_same_input(section: str, tiny_base: Path, tmp_path: Path) -> None:
+    def name(*paths: str | Path) -> str:
+        rows = [SourceConfig(path=str(path)) for path in paths]
+        own = [SourceConfig(path="synthetic:train:9:0")]
+        config = (
+            DataConfig(sources=rows)
+            if section == "sources"
+            else DataConfig(sources=own, replay=ReplayConfig(sources=rows))
+        )
+        return fingerprint_inputs(config, tiny_base)[0]
+
+    one, other = tmp_path / "mnt" / "shared", tmp_path / "shared"
+    for folder in (one, other):
+        (folder / "more").mkdir(parents=True)
+        (folder / "rows.jsonl").write_text('{"messages": []}\n')
+        (folder / "more" / "rows.jsonl").write_text('{"messages": []}\n')
+    assert name(one / "rows.jsonl") == name(other / "rows.jsonl")
+    assert name(one) == name(other)
+    assert name(one / "rows.jsonl", one / "more") == name(other / "rows.jsonl", other / "more")
+    assert name(one / "rows.jsonl", one / "rows.jsonl") == name(other / "rows.jsonl", other / "rows.jsonl")
+    assert name(one / "rows.jsonl", one / "rows.jsonl") != name(one / "rows.jsonl", one / "more" / "rows.jsonl"), (
+        "rows of one source share their tools"
+    )
+    (other / "rows.jsonl").rename(other / "other.jsonl")
+    assert name(one / "rows.jsonl") != name(other / "other.jsonl"), "a name tells the format"
+    assert name(f"hf:/mnt/hub/{SNAPSHOT}:small") == name(f"hf:/shared/me/hub/{SNAPSHOT}:small")
+    others = (f"{SNAPSHOT[:-1]}a:small", f"{SNAPSHOT}:large", SNAPSHOT, SNAPSHOT.replace("some", "other") + ":small")
+    names = {name(f"hf:/mnt/hub/{path}") for path in (f"{SNAPSHOT}:small", *others)}
+    assert len(names | {name("hf:/mnt/some/rows"), name("hf:/shared/some/rows")}) == 7, "nothing else tells a content"
 
 
 def test_every_key_of_augment_and_replay_changes_the_fingerprint(tiny_base: Path) -> None:

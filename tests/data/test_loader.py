@@ -349,6 +349,23 @@ def test_a_state_of_other_data_is_rejected_with_the_differences(tiny_base: Path,
         other_seed.resume_at(one.state_at(3))
 
 
+def test_a_state_of_the_same_rows_elsewhere_is_accepted(tiny_base: Path, tmp_path: Path) -> None:
+    def load(folder: str) -> GlobalLoader:
+        config = data_config(str(tmp_path / folder / "rows.jsonl"))
+        return GlobalLoader(prepare(config, tiny_base, tmp_path / folder / "prepared"), "train", 4, 1)
+
+    lines = [json.dumps(row.to_openai()) + "\n" for row in iter_conversations("train", 30, 1)]
+    for folder, used in (("a", lines), ("b", lines), ("c", lines[1:])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows.jsonl").write_text("".join(used))
+    state = load("a").state_at(3)
+    load("b").resume_at(state)
+    # As versions saved it whose sets were named by paths, too.
+    load("b").resume_at(state | {"fingerprint": "0" * 16})
+    with pytest.raises(DataError, match=r"data\.sources: was .*a/rows.jsonl.*, is .*c/rows.jsonl"):
+        load("c").resume_at(state)
+
+
 def test_unpacked_rows_can_have_a_constant_shape(tiny_base: Path, tmp_path: Path) -> None:
     prepared = prepare(data_config(), tiny_base, tmp_path)
     shapes = set()

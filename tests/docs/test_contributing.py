@@ -77,7 +77,7 @@ def test_following_the_page_works(section: str, repository: Path) -> None:
             environment["WARM_PYTHON_FRESH"] = "fctune recipes eval"  # which the copy has, too
             command = [warm_python(), "-c", block.text]
             done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+            assert done.returncode == 0, f"code {done.returncode}\n{done.stdout}\n{done.stderr}"
             checks += 1
         elif block.language == "diff":
             apply_diff(file, block.text)

@@ -67,12 +67,36 @@ def test_a_mark_that_cannot_be_written_at_one_end_is_an_error_and_still_written_
     assert read_mark((run / "export" / "merged").resolve()) == LINES
 
 
+def test_checkpoints_of_a_stopped_run_are_refused_and_judged_for_themselves(run: Path, tmp_path: Path) -> None:
+    saved, elsewhere = run / "checkpoints" / "elastic-checkpoint-8", tmp_path / "saved"
+    saved.mkdir(parents=True)
+    elsewhere.symlink_to(saved)
+    mark_not_released(run, LINES, tmp_path / "gate.json")
+    for path in (saved, elsewhere):
+        with pytest.raises(ConfigError, match=r"the gate stopped its run: held-out calls .*/export/not_released; "):
+            require_released(path, "not served", is_forced=False)
+        require_released(path, "not served", is_forced=True)
+    assert not remove_mark(saved), "a gate that judges the checkpoint says nothing about the exports"
+    assert read_mark(run) == LINES
+    remove_mark(run)
+    require_released(saved, "not served", is_forced=False)
+    mark_not_released(saved, LINES, tmp_path / "gate.json")
+    with pytest.raises(ConfigError, match="the gate stopped it: held-out calls"):
+        require_released(saved, "not served", is_forced=False)
+    assert read_mark(run) is None
+
+
 def test_commands_refuse_an_export_on_another_disk_and_its_card_says_so(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark_not_released(run, LINES, tmp_path / "gate.json")
     monkeypatch.chdir(run.parent)
     merged = Path("mine") / "export" / "merged"
+    saved = Path("mine", "checkpoints", "elastic-checkpoint-8")
+    saved.mkdir(parents=True)
+    for command in (["serve", "--print"], ["export", "--to", "gguf"]):
+        assert main([command[0], str(saved), *command[1:]]) == 2
+        assert "because the gate stopped its run: held-out calls (worse)" in capsys.readouterr().err
     for path in (Path("mine"), merged, Path(os.path.realpath(merged))):
         for command in (["serve", "--print"], ["push", "me/tuned", "--yes"], ["export", "--to", "gguf"]):
             assert main([command[0], str(path), *command[1:]]) == 2

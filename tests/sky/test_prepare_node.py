@@ -126,12 +126,47 @@ def test_a_run_with_the_same_variables_opens_the_set_that_was_prepared(
     if sent["model.safetensors"]:
         assert f"model.path=hf:some/model@{COMMIT}" in launch
     caches = {"FCTUNE_CACHE": f"{tmp_path}/shared/cache", "HF_HOME": f"{tmp_path}/shared/huggingface"}
+    assert open_set(environment_of(tmp_path, None, **caches), launch) == prepared
+
+
+def open_set(environment: dict[str, str], launch: list[str]) -> Path:
+    """Return the directory of the prepared set that a launch opens."""
     command = [warm_python(), "-c", OPEN_SET, *launch]
-    opened = subprocess.run(
-        command, cwd=ROOT, env=environment_of(tmp_path, None, **caches), capture_output=True, text=True, timeout=300
-    )
+    opened = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert opened.returncode == 0, opened.stderr
-    assert opened.stdout.split() == [str(prepared)]
+    return Path(opened.stdout.strip())
+
+
+def test_a_run_finds_what_was_prepared_where_the_disk_is_mounted_elsewhere_and_also_rows_to_replay(
+    hub: HubServer, clone: Path, tmp_path: Path
+) -> None:
+    hub.repositories["datasets/some/general"] = {"rows.jsonl": make_rows(120)}
+    rows = tmp_path / "shared" / "rows.jsonl"
+    rows.write_bytes(make_rows(80))
+    replay = "data.replay={share: 20%, sources: [{path: ROWS}, {path: 'hf:some/general'}]}"
+    variables = {"CONFIG": TINY, "DATASET": "some/rows", "MASTER_PORT": str(find_port())} | HUB_MODEL
+    environment = environment_of(tmp_path, hub, **variables)
+    done = prepare(clone, environment, replay.replace("ROWS", str(rows)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "conversations of data.replay" in done.stdout
+    assert "data.replay.sources.1.path=hf:" in done.stdout
+    (prepared,) = list_sets(tmp_path)
+    sent = hub.sent.copy()
+    hub.commit = "f" * 40
+    moved = tmp_path / "elsewhere"
+    (tmp_path / "shared").rename(moved)
+    there = {"FCTUNE_SHARED": str(moved), "FCTUNE_CPU_RANKS": "1"}
+    replay = replay.replace("ROWS", str(moved / "rows.jsonl"))
+    started = run(clone / "sky" / "run_node.sh", environment | there, replay)
+    assert started.returncode == 0, started.stdout + started.stderr
+    assert hub.sent == sent, "nothing is downloaded again"
+    words = (clone / "arguments").read_text().split("\0")[:-1]
+    launch = words[words.index("--config") + 1 :]
+    assert any(re.fullmatch(rf"data\.replay\.sources\.1\.path=hf:{moved}/.*/{COMMIT}", word) for word in launch)
+    caches = {"FCTUNE_CACHE": f"{moved}/cache", "HF_HOME": f"{moved}/huggingface"}
+    assert open_set(environment_of(tmp_path, None, **caches), launch) == moved / prepared.relative_to(
+        tmp_path / "shared"
+    )
 
 
 def test_what_does_not_exist_is_named_and_nothing_is_written(hub: HubServer, clone: Path, tmp_path: Path) -> None:

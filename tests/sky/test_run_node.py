@@ -262,6 +262,12 @@ def test_a_run_that_is_stopped_for_good_is_not_restarted(recorded_code: str, cod
 ENDED = Path("restarts", "slurm-41.ended")
 
 
+def read_counts(folder: Path) -> list[tuple[str, str]]:
+    """Return the launch and the text of each run's count of restarts."""
+    files = sorted((folder / "shared" / "restarts").iterdir())
+    return [(file.stem, file.read_text()) for file in files if file.suffix[1:].isdigit()]
+
+
 def write_tune(script: Path, text: str) -> None:
     """Replace the copied script's `tune`, which fails after running ``text``."""
     (script.parents[1] / ".venv" / "bin" / "tune").write_text(f"#!/usr/bin/env bash\ncd $RUN\n{text}\nexit 1\n")
@@ -285,13 +291,36 @@ def test_restarts_end_when_several_in_a_row_have_saved_no_new_checkpoint(
         write_tune(script, f"{fails}\n[ $STEP = 0 ] || {{ {saves}; }}")
         codes.append(run(script, environment | {"STEP": str(step)}).returncode)
     assert codes == [code, code, code, code, code, 1]
-    assert [path.read_text() for path in (tmp_path / "shared" / "restarts").iterdir()] == ["16 2\n"]
+    assert read_counts(tmp_path) == [("sky-job-1", "16 2\n")]
+    assert len(list((tmp_path / "shared" / "restarts").iterdir())) == 1
     # A launch of its own has attempts of its own, and one that no launcher repeats is not counted.
     assert run(script, environment | {"LAUNCH_ID": "other"}).returncode == code
     assert run(script, environment | {"LAUNCH_ID": ""}).returncode == code
     write_tune(script, "exit 0")
     assert run(script, environment).returncode == 0
-    assert [path.name for path in (tmp_path / "shared" / "restarts").iterdir()] == ["other"]
+    assert [launch for launch, _ in read_counts(tmp_path)] == ["other"]
+    assert len(list((tmp_path / "shared" / "restarts").iterdir())) == 1
+
+
+def test_runs_in_one_allocation_count_their_own_restarts(tmp_path: Path) -> None:
+    script = copy_with_recorder(tmp_path)
+    environment = environment_of(tmp_path, FCTUNE_CPU_RANKS="1", SLURM_JOB_ID="41", MAX_RESTARTS="1")
+    Path(environment["RUN"]).mkdir(parents=True)
+    skip_preflight(script, environment)
+    write_tune(script, "printf '{\"code\": 76}' > exit.json")
+    first: tuple[dict[str, str], list[str]] = ({"OUTPUT_DIR": "runs/a"}, [])
+    others = [
+        ({"OUTPUT_DIR": "runs/b"}, []),
+        ({"OUTPUT_DIR": "runs/a", "OVERRIDES": "epochs=2 output_dir=runs/c"}, []),
+        ({"OVERRIDES": "output_dir=runs/c"}, ["output_dir=runs/d"]),
+        ({"CONFIG": FULL}, []),
+    ]
+    codes = [run(script, environment | given, *words).returncode for given, words in [first, *others, first]]
+    assert codes == [76, 76, 76, 76, 76, 1]
+    assert [text for _, text in read_counts(tmp_path)].count("0 1\n") == 4
+    # Whatever else is in the command, such as the address of a server that has moved, the run is the same.
+    moved = run(script, environment | first[0] | {"OVERRIDES": "epochs=3"}, "grpo.server.url=http://n2:8000")
+    assert moved.returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -383,7 +412,7 @@ def test_other_nodes_count_and_report_in_place_of_a_head_that_is_killed(tmp_path
     write_tune(script, 'printf \'{"code": 76, "faulty_node": {"rank": 1}}\' > exit.json')
     assert run(script, environment | ranks[1]).returncode == 76
     assert (tmp_path / "shared" / ENDED).read_text() == "76 1\n"
-    assert (tmp_path / "shared" / ENDED.with_suffix("")).read_text() == "0 1\n"
+    assert read_counts(tmp_path) == [("slurm-41", "0 1\n")]
 
     write_tune(script, "printf '{\"code\": 74}' > exit.json")
     assert run(script, environment | ranks[0]).returncode == 74
@@ -396,10 +425,9 @@ def test_other_nodes_count_and_report_in_place_of_a_head_that_is_killed(tmp_path
         time.sleep(0.1)
     Path(environment["RUN"], "here.x").touch()
     assert [node.wait(60) for node in nodes] == [76, 76]
-    assert {path.name: path.read_text() for path in (tmp_path / "shared" / "restarts").iterdir()} == {
-        "slurm-41": "0 2\n",
-        "slurm-41.ended": "76 \n",
-    }
+    assert read_counts(tmp_path) == [("slurm-41", "0 2\n")]
+    assert (tmp_path / "shared" / ENDED).read_text() == "76 \n"
+    assert len(list((tmp_path / "shared" / "restarts").iterdir())) == 2
 
 
 @pytest.mark.parametrize("code", EXIT_CODES)
@@ -471,7 +499,7 @@ def test_a_node_that_is_unfit_for_a_run_is_named_to_the_batch_script(tmp_path: P
     assert run(script, environment).returncode == 76
     assert run(script, environment | {"PREFLIGHT_WAIT_S": "900", "SLURM_JOB_ID": ""}).returncode == 76
     assert (tmp_path / "shared" / ENDED).read_text() == "76 1 3\n"
-    assert (tmp_path / "shared" / "restarts" / "slurm-41").read_text() == "0 1\n"
+    assert read_counts(tmp_path) == [("slurm-41", "0 1\n")]
 
 
 def test_nothing_starts_on_an_unfit_node_or_with_an_invalid_config(tmp_path: Path) -> None:

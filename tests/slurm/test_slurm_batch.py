@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,23 @@ def test_a_job_trains_on_both_nodes_and_writes_a_log_and_a_summary(cluster: Clus
     assert job.text(".err") == ""
 
 
+@pytest.mark.timeout(900)
+def test_a_job_that_depends_on_a_preparation_trains_on_the_set_that_it_wrote(
+    cluster: Cluster, clone: Path, trial: str
+) -> None:
+    rows = "data.sources.0.path=synthetic:train:1900:1"
+    disks = "FCTUNE_SHARED=/mnt/shared FCTUNE_NETWORK=/mnt/network"
+    submit = f"cd {clone} && CONFIG={trial} {disks} sbatch --parsable sky/slurm/prepare.sbatch {rows}"
+    first = cluster.ssh(submit).strip()
+    job = Job(cluster, clone, trial, "prepared", rows, "max_steps=2", options=f"--dependency=afterok:{first}")
+    facts = job.wait_for_state("COMPLETED", "FAILED", timeout_s=600)
+    assert facts["JobState"] == "COMPLETED", (clone / f"prepare_{first}.log").read_text() + job.text(".log")
+    assert "prepared: a launch with the same variables" in (clone / f"prepare_{first}.log").read_text()
+    prepared = json.loads((job.run.folder / "run.json").read_text())["data"]["path"]
+    written = cluster.shared / Path(prepared).relative_to("/mnt/shared") / "meta.json"
+    assert written.stat().st_mtime < datetime.fromisoformat(facts["StartTime"]).timestamp()
+
+
 def test_a_job_that_slurm_asks_to_stop_saves_is_requeued_and_resumes_at_the_next_step(
     cluster: Cluster, clone: Path, trial: str
 ) -> None:
@@ -129,7 +148,8 @@ def test_a_job_whose_rank_is_aborted_continues_on_another_node(cluster: Cluster,
     summary = job.text("_summary.txt")
     assert "exit code  76\n" in summary
     assert "SIGABRT" in job.text(".log")
-    step, fruitless = (cluster.shared / "restarts" / f"slurm-{job.id}").read_text().split()
+    (count,) = (cluster.shared / "restarts").glob(f"slurm-{job.id}.[0-9]*")
+    step, fruitless = count.read_text().split()
     assert int(step) >= saved
     assert fruitless == "0"
 

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fctune.base.errors import ConfigError
+from fctune.base.network import is_loopback
 from fctune.calls.formats.base import CallFormat
 from fctune.config.intervals import format_count
 from fctune.config.sections.gate import GateConfig
@@ -227,13 +228,21 @@ def open_models(
 
 def _is_same_served(before: GateModel, after: GateModel, config: GateConfig) -> bool:
     """Return True if two servers are one, under any spelling of its address, and serve both sides the same model."""
-    first, second = (urlsplit(parse_base_url(model.model, f"--{model.side}")) for model in (before, after))
-    if (first.scheme, first.netloc.lower(), first.path) != (second.scheme, second.netloc.lower(), second.path):
+    first, second = (_spell_alike(parse_base_url(model.model, f"--{model.side}")) for model in (before, after))
+    if first != second:
         return False
     if before.served_model == after.served_model:
         return True
     names = [model.open(config)[0].describe()["served_model"] for model in (before, after)]
     return bool(names[0] == names[1])
+
+
+def _spell_alike(url: str) -> tuple[str, str, int, str]:
+    """Return the scheme, host, port and path of a server's address; all names of this machine alone are one host."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return parts.scheme, "localhost" if is_loopback(host) else host, port, parts.path
 
 
 def _resolve(files: ModelFiles) -> list[Path]:

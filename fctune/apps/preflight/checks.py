@@ -22,6 +22,7 @@ from fctune.base.network import find_interface
 from fctune.base.processes import run_command
 from fctune.config.run_length import find_length_warnings
 from fctune.config.schema import RunConfig
+from fctune.config.sections.rollouts import RECORDED
 from fctune.data.data_size import find_run_length
 from fctune.models.planned_model import find_architecture, shape_model
 from fctune.parallel.memory import MemoryModel
@@ -295,10 +296,19 @@ def check_tokens(config: RunConfig, environment: Mapping[str, str]) -> list[Prob
     return [Problem("telemetry.wandb: WANDB_API_KEY is empty", remedy)]
 
 
+def list_source_paths(config: RunConfig) -> dict[str, str]:
+    """Return the paths of the sources of a config's rows, also of those to replay, by their config keys."""
+    sources = {f"data.sources.{i}.path": source.path for i, source in enumerate(config.data.sources)}
+    replayed = [] if config.data.replay is None else config.data.replay.sources
+    return sources | {f"data.replay.sources.{i}.path": source.path for i, source in enumerate(replayed)}
+
+
 def list_hub_repositories(config: RunConfig) -> list[tuple[RepoKind, str, str | None, str]]:
     """List the hub repositories that a config names: kind, name, revision (None: the newest) and config key."""
     keys: list[tuple[RepoKind, str, str]] = [("model", "model.path", config.model.path)]
-    keys += [("dataset", f"data.sources.{i}.path", source.path) for i, source in enumerate(config.data.sources)]
+    keys += [("dataset", key, path) for key, path in list_source_paths(config).items()]
+    if config.grpo is not None and config.grpo.cases.startswith(RECORDED):
+        keys.append(("dataset", "grpo.cases", config.grpo.cases.removeprefix(RECORDED)))
     repositories: list[tuple[RepoKind, str, str | None, str]] = []
     for kind, key, path in keys:
         spec, _, revision = path.removeprefix("hf:").partition("@")

@@ -9,7 +9,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from fctune.apps.preflight.checks import ALLOW_PATTERNS, RepoKind, find_snapshot, list_hub_repositories
+from fctune.apps.preflight.checks import (
+    ALLOW_PATTERNS,
+    RepoKind,
+    find_snapshot,
+    list_hub_repositories,
+    list_source_paths,
+)
 from fctune.base.errors import DataError, one_line
 from fctune.base.files import is_in_use, run_within, write_atomically
 from fctune.config.schema import RunConfig
@@ -105,9 +111,10 @@ def _pin(config: RunConfig, kind: RepoKind, name: str, key: str, local: Path) ->
     """Return the override that replaces a repository by its snapshot."""
     if kind == "model":
         return f"{key}=hf:{name}@{local.name}"
-    path = config.data.sources[int(key.split(".")[2])].path
-    rest = path.removeprefix("hf:").partition("@")[0].partition(":")[2]
-    return f"{key}=hf:{local}" + (f":{rest}" if rest else "")
+    path = config.grpo.cases if config.grpo is not None and key == "grpo.cases" else list_source_paths(config)[key]
+    prefix, _, spec = path.partition("hf:")
+    rest = spec.partition("@")[0].partition(":")[2]
+    return f"{key}={prefix}hf:{local}" + (f":{rest}" if rest else "")
 
 
 def _download(kind: RepoKind, name: str, revision: str | None) -> Path:

@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fctune.apps.preflight import checks
-from fctune.apps.preflight.checks import Mounts, Problem, count_partial_download, find_snapshot, list_hub_repositories
+from fctune.apps.preflight.checks import (
+    Mounts,
+    Problem,
+    count_partial_download,
+    find_snapshot,
+    list_hub_repositories,
+    list_source_paths,
+)
 from fctune.apps.preflight.downloads import (
     download,
     find_downloads,
@@ -83,9 +90,9 @@ def measure_unprepared(launch: LaunchSpec) -> Unprepared:
     pinned = find_pinned_config(launch)
     if not config.data.sources or (pinned is not None and _is_prepared(pinned)):
         return Unprepared(downloads, 0, partial)
-    for source in config.data.sources:
-        if not source.path.startswith(("hf:", "synthetic:")):
-            rows += sum(Path(file).stat().st_size for file in list_files(source.path))
+    for path in list_source_paths(config).values():
+        if not path.startswith(("hf:", "synthetic:")):
+            rows += sum(Path(file).stat().st_size for file in list_files(path))
     if pinned is None:
         writer = "another process is downloading them now" if is_being_downloaded(config, folder) else ""
     else:

@@ -424,12 +424,13 @@ def test_one_served_model_by_two_spellings_is_refused(
     end: str, base_name: str | None, tuned_name: str | None, is_same: bool
 ) -> None:
     with serve_rule({}) as server:
-        words = (server.url, server.url + end, GateConfig(), base_name, tuned_name)
-        if not is_same:
-            open_models(*words)
-            return
-        with pytest.raises(ConfigError, match="are both the model tiny of one server"):
-            open_models(*words)
+        for address in (server.url, server.url.replace("127.0.0.1", "LocalHost")):
+            words = (server.url, address + end, GateConfig(), base_name, tuned_name)
+            if not is_same:
+                open_models(*words)
+                continue
+            with pytest.raises(ConfigError, match="are both the model tiny of one server"):
+                open_models(*words)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,13 @@ def test_one_gpu_is_planned_by_the_short_option(capsys: pytest.CaptureFixture[st
     assert code == ("does not fit" in out)
 
 
+def test_a_gpu_may_be_named_with_its_number_on_a_node_as_in_the_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, machines in (("H200:1", "1 x 1 h200 ("), ("L40:8", "1 x 8 l40 (")):
+        code, out, _ = run(capsys, "--gpu", name)
+        assert code == 0
+        assert machines in out
+
+
 def test_the_default_price_is_the_configs(capsys: pytest.CaptureFixture[str]) -> None:
     data = ("--nodes", "2", "--json", "--rows", "100000", "--mean-tokens", "600", "price_per_gpu_hour=3")
     _, out, _ = run(capsys, *data)
@@ -209,6 +216,9 @@ def test_a_closed_pipe_does_not_change_the_exit_code(arguments: list[str], code:
         (["--gpu", "h900", "--gpu-memory-gib", "80"], "pass --gpu-memory-gib and --tflops"),
         (["--gpu-memory-gib", "-1"], "--gpu-memory-gib -1: expected a finite number greater than 0."),
         (["--nodes", "0"], "--nodes 0: expected 1 or more."),
+        (["--gpu", "h100:x"], "--gpu h100:x: expected NAME, or NAME:N"),
+        (["--gpu", "h100:4", "--gpus", "8"], "--gpu h100:4: expected NAME, or NAME:N with the N of --gpus-per-node"),
+        (["--gpu", "h100:0"], "--gpus-per-node 0: expected 1 or more."),
         (["--rows", "10"], "--mean-tokens: missing; --rows and --mean-tokens must be given together"),
         (["--rows", "10", "--mean-tokens", "5000"], "--mean-tokens 5000: expected 1 to data.seq_len=4096"),
         (["--rows", "0", "--mean-tokens", "50"], "--rows 0: expected 1 or more."),

@@ -17,6 +17,7 @@ from fctune.base.exit_codes import DONE, FAILED
 from fctune.base.files import hold_lock
 from fctune.config.cache import prepared_root
 from fctune.data.synthetic import iter_conversations
+from fctune.models.run_config import load_run_config
 from fctune.training.env_overrides import LaunchSpec, resolve_launch
 from tests.apps.hub_server import HubServer, serve_hub
 from tests.apps.preflight.preflight_nodes import OVERRIDES, TINY, NodeSpec, run_nodes
@@ -163,6 +164,28 @@ def test_sources_that_are_parts_of_one_repository_count_once(tmp_path: Path, mon
     parts = "data.sources=[{path: 'hf:some/rows:a'}, {path: 'hf:some/rows:b'}]"
     left = measure_unprepared(resolve_launch(TINY, {}, [OVERRIDES[0], parts], tmp_path))
     assert (left.downloads, left.rows, left.partial) == ({"hf:some/rows": 600}, 600, 100)
+
+
+def test_all_rows_of_the_hub_are_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = {name: digit * 40 for name, digit in (("rows", "a"), ("general", "b"), ("dialogs", "c"))}
+    for name, commit in commits.items():
+        (tmp_path / f"datasets--some--{name}.json").write_text(json.dumps({"commit": commit}))
+    monkeypatch.setattr(downloads, "find_snapshot", lambda kind, name, commit: tmp_path / commit)
+    rows = ["data.sources=[{path: 'hf:some/rows:small'}]", "data.replay.sources=[{path: x}, {path: 'hf:some/general'}]"]
+    (tmp_path / "x").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    lora = load_run_config(TINY, [OVERRIDES[0], *rows])
+    grpo = ROOT / "configs" / "tiny_grpo.yaml"
+    rollouts = load_run_config(grpo, [OVERRIDES[0], "grpo.cases=recorded:hf:some/dialogs:small:train@main"])
+    assert downloads.find_downloads(lora, tmp_path) == [
+        f"data.sources.0.path=hf:{tmp_path}/{commits['rows']}:small",
+        f"data.replay.sources.1.path=hf:{tmp_path}/{commits['general']}",
+    ]
+    assert downloads.find_downloads(rollouts, tmp_path) is None, "another revision"
+    (tmp_path / "datasets--some--dialogs@main.json").write_text(json.dumps({"commit": commits["dialogs"]}))
+    pinned = [f"grpo.cases=recorded:hf:{tmp_path}/{commits['dialogs']}:small:train"]
+    assert downloads.find_downloads(rollouts, tmp_path) == pinned
+    assert load_run_config(grpo, [OVERRIDES[0], *pinned]).grpo is not None
 
 
 @pytest.fixture
