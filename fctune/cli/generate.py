@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,9 @@ def _add_servers(servers: Any) -> None:
     servers.add_argument(
         "--concurrency", type=int, default=16, metavar="N", help="rows in progress; default: %(default)s"
     )
-    servers.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="limit of one attempt")
+    servers.add_argument(
+        "--timeout", type=float, default=120.0, metavar="SECONDS", help="limit of one attempt; default: %(default)s"
+    )
     servers.add_argument("--attempts", type=int, default=5, help="attempts per request; default: %(default)s")
 
 
@@ -323,6 +326,7 @@ def _run(
     arguments: argparse.Namespace, planner: Planner, writer: Any, budget: Budget, settings: Mapping[str, Any]
 ) -> Report:
     from rich.progress import Progress, TaskID
+    from rich.text import Text
 
     from fctune.apps.generate.run import generate_rows
 
@@ -340,6 +344,7 @@ def _run(
             settings=settings,
             is_fresh=arguments.fresh,
             on_outcome=lambda report: progress.update(task, completed=len(report.kept)) if progress else None,
+            log=lambda line: console.print(Text(f"{datetime.now():%H:%M:%S}  {line}"), soft_wrap=True),
         )
 
 
@@ -366,6 +371,11 @@ def _print_report(report: Report, out: Path) -> None:
         lines[-1] += f"; {format_count(cut_off, 'request')} of them for rows that were cut off"
     if report.ending != "complete":
         lines.append(f"{ENDINGS[report.ending]} {report.problem}".strip())
+    if report.unlisted:
+        lines.append(
+            f"no values for {format_count(len(report.unlisted), 'parameter')} ({', '.join(report.unlisted)}): the "
+            "teacher listed none, so rows that need one fell. Give examples in the schema."
+        )
     lines += report.describe_secrets()
     lines.append(f"{format_count(len(report.kept), 'row')} in {out}, all outcomes in {log_path(out)}")
     if report.kept:
