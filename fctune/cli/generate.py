@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import shlex
+import signal
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fctune.apps.generate.kinds import KINDS
 from fctune.base.errors import ConfigError
+from fctune.base.signals import handle_signal
 from fctune.base.terminal import Terminal
 from fctune.cli.data_rows import add_redact_arguments, make_redact_config, read_redact
 from fctune.cli.files import write_file
@@ -210,6 +212,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     if (unused := examples.describe()) is not None:
         _print_lines([f"--seed-rows {arguments.seed_rows}: {unused}"])
+    _print_lines(planner.describe_left_out())
     if (sentence := planner.describe_limit(arguments.num)) is not None:
         _print_lines([sentence])
     from fctune.apps.generate.dialogue import HeldOut, Writer
@@ -330,8 +333,14 @@ def _run(
 
     from fctune.apps.generate.run import generate_rows
 
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
     console = Terminal()
-    with Progress(console=console, transient=True) if console.is_terminal else nullcontext() as progress:
+    with (
+        handle_signal(signal.SIGTERM, interrupt),
+        Progress(console=console, transient=True) if console.is_terminal else nullcontext() as progress,
+    ):
         task = progress.add_task("rows", total=arguments.num) if progress else TaskID(0)
         return generate_rows(
             planner,

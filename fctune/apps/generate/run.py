@@ -144,7 +144,7 @@ def generate_rows(
 
     Raises:
         ConfigError: The file has rows of other settings or of something else, or a server refuses every request.
-        Interrupted: Ctrl-C.
+        Interrupted: Ctrl-C, or SIGTERM where the caller raises it so.
     """
     results = ResultsFile(log_path(out))
     if out.exists() and not results.path.exists() and not is_fresh:
