@@ -47,9 +47,9 @@ def add_generate(data: Any) -> None:
         "--tools",
         action="append",
         required=True,
-        metavar="FILE|URL",
-        help="tools as JSON in any form that rows may have, an OpenAPI 3 document, or the URL of an MCP server, whose "
-        "token is in FCTUNE_MCP_TOKEN; repeatable",
+        metavar="FILE|URL|stdio: COMMAND",
+        help="tools as JSON in any form that rows may have, an OpenAPI 3 document, the URL of an MCP server, whose "
+        "token is in FCTUNE_MCP_TOKEN, or the command that starts one, such as 'stdio: python server.py'; repeatable",
     )
     generate.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL file of rows to write")
     generate.add_argument("--num", type=int, default=2000, metavar="N", help="rows to keep; default: %(default)s")

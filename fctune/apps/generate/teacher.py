@@ -248,7 +248,9 @@ class Asker:
         tools: tuple[Tool, ...] = row.tools
         parsed = read_answer(answer, self._format, tools).strict
         if parsed.malformed:
-            raise Dropped("garbage", parsed.malformed[0].reason)
+            # A server that does not parse a model's calls cannot be told apart from a model that garbles them.
+            hint = "" if self._format else "; --answers json asks a weak teacher for JSON instead"
+            raise Dropped("garbage", f"{parsed.malformed[0].reason}{hint}")
         return parsed
 
     def _request(
