@@ -274,7 +274,10 @@ class _Run:
 
     def describe_progress(self) -> str:
         """Return the number of kept rows, why others fell, and the requests that wait, on one line."""
-        verdicts = sum(self.report.verdicts.values(), Counter(self._uncounted))
+        verdicts = Counter(dict(self._uncounted))  # copies, since another thread counts meanwhile
+        for counts in list(self.report.verdicts.values()):
+            verdicts.update(dict(counts))
+        verdicts = +verdicts
         kept = verdicts.pop("kept", 0)
         reasons = ", ".join(f"{name} {count:,}" for name, count in verdicts.most_common())
         fell = f"{verdicts.total():,} fell" + (f" ({reasons})" if reasons else "")

@@ -366,6 +366,7 @@ def test_lists_are_short_and_one_that_takes_too_long_is_asked_for_once_more(
     assert len(read_summary(out)["unlisted"]) == 3
     assert {row["tools"][0]["function"]["name"] for row in read_rows(out)}
     said = capsys.readouterr().out
+    assert "writing 4 rows for 4 tools, 4 at a time" in said, "progress is not for terminals alone"
     assert said.count("no answer within 1 s; raise --timeout") == 6
 
 
