@@ -5,13 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 def name_signal(number: int) -> str:
     """Return a signal's name as a user knows it: Ctrl-C for SIGINT."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+@contextmanager
+def handle_signal(number: int, handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle a signal during the block; outside the main thread, the handler that is there stays."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
 
 
 class SignalPipe:

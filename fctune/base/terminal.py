@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -68,6 +69,33 @@ class LogHandler(logging.Handler):
             sys.stdout.flush()
         except Exception:  # as in the handlers of the standard library: logging never ends a run
             self.handleError(record)
+
+
+class Heartbeat:
+    """Logs a line at regular intervals during a block, however long a step of it takes.
+
+    Args:
+        log: Called with each line, in a thread of its own.
+        describe: Returns the line.
+        interval_s: Seconds between two lines.
+    """
+
+    def __init__(self, log: Callable[[str], None], describe: Callable[[], str], interval_s: float = 30.0):
+        self._log, self._describe, self._interval_s = log, describe, interval_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            self._log(self._describe())
 
 
 def print_full_width(console: Console, table: Table) -> None:

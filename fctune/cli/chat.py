@@ -38,9 +38,9 @@ def add_commands(commands: Any) -> None:
         "--tools",
         action="append",
         default=[],
-        metavar="FILE|URL",
-        help="tools as JSON, in any form that rows may have, or the URL of an MCP server, whose token is in "
-        "FCTUNE_MCP_TOKEN; repeatable",
+        metavar="FILE|URL|stdio: COMMAND",
+        help="tools as JSON, in any form that rows may have, the URL of an MCP server, whose token is in "
+        "FCTUNE_MCP_TOKEN, or the command that starts one, such as 'stdio: python server.py'; repeatable",
     )
     chat.add_argument("--adapter", metavar="DIR", help="PEFT adapter directory to load on top of the model")
     chat.add_argument("--system", metavar="TEXT", help="system message")

@@ -7,15 +7,18 @@ import hashlib
 import json
 import math
 import shlex
+import signal
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.apps.generate.kinds import KINDS
 from fctune.base.errors import ConfigError
+from fctune.base.signals import handle_signal
 from fctune.base.terminal import Terminal
 from fctune.cli.data_rows import add_redact_arguments, make_redact_config, read_redact
 from fctune.cli.files import write_file
@@ -44,9 +47,9 @@ def add_generate(data: Any) -> None:
         "--tools",
         action="append",
         required=True,
-        metavar="FILE|URL",
-        help="tools as JSON in any form that rows may have, an OpenAPI 3 document, or the URL of an MCP server, whose "
-        "token is in FCTUNE_MCP_TOKEN; repeatable",
+        metavar="FILE|URL|stdio: COMMAND",
+        help="tools as JSON in any form that rows may have, an OpenAPI 3 document, the URL of an MCP server, whose "
+        "token is in FCTUNE_MCP_TOKEN, or the command that starts one, such as 'stdio: python server.py'; repeatable",
     )
     generate.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL file of rows to write")
     generate.add_argument("--num", type=int, default=2000, metavar="N", help="rows to keep; default: %(default)s")
@@ -132,7 +135,9 @@ def _add_servers(servers: Any) -> None:
     servers.add_argument(
         "--concurrency", type=int, default=16, metavar="N", help="rows in progress; default: %(default)s"
     )
-    servers.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="limit of one attempt")
+    servers.add_argument(
+        "--timeout", type=float, default=120.0, metavar="SECONDS", help="limit of one attempt; default: %(default)s"
+    )
     servers.add_argument("--attempts", type=int, default=5, help="attempts per request; default: %(default)s")
 
 
@@ -207,6 +212,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     if (unused := examples.describe()) is not None:
         _print_lines([f"--seed-rows {arguments.seed_rows}: {unused}"])
+    _print_lines(planner.describe_left_out())
     if (sentence := planner.describe_limit(arguments.num)) is not None:
         _print_lines([sentence])
     from fctune.apps.generate.dialogue import HeldOut, Writer
@@ -323,11 +329,18 @@ def _run(
     arguments: argparse.Namespace, planner: Planner, writer: Any, budget: Budget, settings: Mapping[str, Any]
 ) -> Report:
     from rich.progress import Progress, TaskID
+    from rich.text import Text
 
     from fctune.apps.generate.run import generate_rows
 
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
     console = Terminal()
-    with Progress(console=console, transient=True) if console.is_terminal else nullcontext() as progress:
+    with (
+        handle_signal(signal.SIGTERM, interrupt),
+        Progress(console=console, transient=True) if console.is_terminal else nullcontext() as progress,
+    ):
         task = progress.add_task("rows", total=arguments.num) if progress else TaskID(0)
         return generate_rows(
             planner,
@@ -340,6 +353,7 @@ def _run(
             settings=settings,
             is_fresh=arguments.fresh,
             on_outcome=lambda report: progress.update(task, completed=len(report.kept)) if progress else None,
+            log=lambda line: console.print(Text(f"{datetime.now():%H:%M:%S}  {line}"), soft_wrap=True),
         )
 
 
@@ -366,6 +380,11 @@ def _print_report(report: Report, out: Path) -> None:
         lines[-1] += f"; {format_count(cut_off, 'request')} of them for rows that were cut off"
     if report.ending != "complete":
         lines.append(f"{ENDINGS[report.ending]} {report.problem}".strip())
+    if report.unlisted:
+        lines.append(
+            f"no values for {format_count(len(report.unlisted), 'parameter')} ({', '.join(report.unlisted)}): the "
+            "teacher listed none, so rows that need one fell. Give examples in the schema."
+        )
     lines += report.describe_secrets()
     lines.append(f"{format_count(len(report.kept), 'row')} in {out}, all outcomes in {log_path(out)}")
     if report.kept:

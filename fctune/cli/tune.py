@@ -311,11 +311,12 @@ class _Tune:
 
     def check(self, found: dict[str, Any]) -> dict[str, Any]:
         """Check the model and every row; refuse what cannot be trained on."""
-        from fctune.apps.tune.choices import MIN_SEQ_LEN, count_weights, format_weights
+        from fctune.apps.tune.choices import MIN_SEQ_LEN, format_weights
         from fctune.apps.tune.rows import RowSurvey, add_tools, require_trainable
         from fctune.apps.tune.trial import TOOLS, render_tools
         from fctune.data.conversation import Conversation
         from fctune.data.redaction import Redactor
+        from fctune.models.architecture import count_weights
         from fctune.models.planned_model import find_architecture
 
         architecture, _, _ = find_architecture(resolve_shipped_path(self.model))
@@ -527,7 +528,8 @@ class _Tune:
         Raises:
             ConfigError: Nothing fits; names smaller models that do.
         """
-        from fctune.apps.tune.choices import count_weights, find_smaller, fit_config, format_weights
+        from fctune.apps.tune.choices import find_smaller, fit_config, format_weights
+        from fctune.models.architecture import count_weights
 
         with self.console.status("planning"):
             if fit_config(draft, architecture, model_dir, self.machine) is not None:

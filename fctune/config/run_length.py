@@ -104,6 +104,8 @@ def _check_validation(config: RunConfig, length: RunLength) -> list[str]:
     every = parse_interval(config.validation.every)
     if every.is_never:
         return ["validation.every=0: validation loss is never measured; set validation.every=10%"]
+    if config.data.validation_share == 0 and config.gate is not None:
+        return []  # chosen, since the gate measures the result with cases of their own
     if not length.has_validation or config.data.validation_share == 0:
         share = f"data.validation_share={config.data.validation_share:g}"
         is_of_few = config.data.validation_share > 0

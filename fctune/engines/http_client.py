@@ -66,12 +66,19 @@ class RequestError(Exception):
         status: Status that the server sent; None if it sent none.
         retry_after_s: Seconds that it asks to wait.
         kind: What is wrong with the answer of a success, otherwise None.
+        is_timeout: The attempt reached its time limit.
     """
 
     def __init__(
-        self, reason: str, status: int | None = None, retry_after_s: float | None = None, kind: str | None = None
+        self,
+        reason: str,
+        status: int | None = None,
+        retry_after_s: float | None = None,
+        kind: str | None = None,
+        is_timeout: bool = False,
     ):
         super().__init__(reason)
+        self.is_timeout = is_timeout
         self.status = status
         self.retry_after_s = retry_after_s
         self.kind = kind
@@ -145,11 +152,13 @@ class HttpClient:
         body: dict[str, Any],
         read: Callable[[Any], T],
         on_failure: Callable[[RequestError], None] = lambda error: None,
+        retries_timeouts: bool = True,
     ) -> T:
         """Return what ``read`` makes of the server's JSON answer, after as many attempts as may help.
 
         ``read`` raises ``UnusableAnswer`` for an answer that makes no sense, which counts as a failed attempt.
-        ``on_failure`` gets the error of each failed attempt.
+        ``on_failure`` gets the error of each failed attempt. Without ``retries_timeouts``, an attempt that reached its
+        time limit is the last.
 
         Raises:
             RequestError: The last attempt's error, with the number of attempts.
@@ -158,7 +167,7 @@ class HttpClient:
         def attempt() -> T:
             return self._attempt("POST", path, body, lambda answer: read(answer.read_json()))
 
-        return self._retry(attempt, on_failure)
+        return self._retry(attempt, on_failure, retries_timeouts)
 
     def post_text(self, path: str, body: dict[str, Any]) -> str:
         """Return the text of the server's answer, otherwise as ``post``; for servers that answer without JSON."""
@@ -178,7 +187,12 @@ class HttpClient:
         line = remove_pieces(" ".join(text.split())[: 4 * _MAX_REASON_LENGTH], self._secret_pieces)
         return line if len(line) <= _MAX_REASON_LENGTH else line[: _MAX_REASON_LENGTH - 3] + "..."
 
-    def _retry(self, attempt: Callable[[], T], on_failure: Callable[[RequestError], None] = lambda error: None) -> T:
+    def _retry(
+        self,
+        attempt: Callable[[], T],
+        on_failure: Callable[[RequestError], None] = lambda error: None,
+        retries_timeouts: bool = True,
+    ) -> T:
         policy = self.retry_policy
         for number in range(1, policy.max_attempts + 1):
             try:
@@ -187,11 +201,14 @@ class HttpClient:
                 on_failure(error)
                 requested_s = error.retry_after_s or 0.0
                 is_last = number == policy.max_attempts or requested_s > policy.max_retry_after_s
+                is_last |= error.is_timeout and not retries_timeouts
                 longest_s = min(policy.max_wait_s, policy.first_wait_s * 2 ** (number - 1))
                 wait_s = max(requested_s, longest_s * self._random.uniform(0.5, 1.0))
                 if is_last or not error.is_transient or self._stopped.wait(wait_s):
                     count = f" ({number} attempts)" if number > 1 else ""
-                    raise RequestError(f"{error}{count}", error.status, error.retry_after_s, error.kind) from None
+                    raise RequestError(
+                        f"{error}{count}", error.status, error.retry_after_s, error.kind, error.is_timeout
+                    ) from None
         raise AssertionError("the last attempt raises or returns")
 
     def _attempt(self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[_Body], T]) -> T:
@@ -208,7 +225,7 @@ class HttpClient:
         except httpx.ConnectTimeout:
             raise RequestError(f"no connection within {min(_MAX_CONNECT_S, timeout_s):g} s") from None
         except (httpx.TimeoutException, TimeoutError):
-            raise RequestError(f"no answer within {timeout_s:g} s") from None
+            raise RequestError(f"no answer within {timeout_s:g} s", is_timeout=True) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RequestError(self.redact(f"connection failed ({str(error) or type(error).__name__})")) from None
         except ValueError as error:

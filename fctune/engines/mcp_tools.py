@@ -1,7 +1,8 @@
-"""The tools of an MCP server, listed and, where a user names them, called by the official client over streamable HTTP.
+"""The tools of an MCP server, listed and, where a user names them, called by the official client.
 
-A server is not trusted: all of its answers together have one deadline and one size, and a token goes to the origin that
-it was set for, encrypted or within this machine.
+A server behind a URL (streamable HTTP) is not trusted: all of its answers together have one deadline and one size, and
+a token goes to the origin that it was set for, encrypted or within this machine. A server that a command starts (stdio)
+is the user's own program: it has the deadline, and gets this process's environment without fctune's own keys.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shlex
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from fctune.base.errors import ConfigError, one_line
 from fctune.base.network import is_loopback
+from fctune.config.loading import read_environment
 from fctune.data.conversation import Call, Tool
 from fctune.data.sources.tool_file import read_tool_files, read_tool_texts
 from fctune.engines.http_client import LOOPBACK, cut_secret, remove_pieces
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TOKEN = "FCTUNE_MCP_TOKEN"
+_STDIO = "stdio:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,10 @@ class ToolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class McpTool:
-    """Where a tool can be called: its server, the token for it, and True if the server declares it read-only."""
+    """Where a tool can be called: its server, the token for it, and True if the server declares it read-only.
+
+    ``url`` is the server's URL, or ``stdio: COMMAND``, which starts it.
+    """
 
     url: str
     token: str | None
@@ -64,7 +73,8 @@ def read_offered_tools(given: Sequence[str], token_setting: str | None) -> Offer
     """Return the tools of files and of MCP servers, in the order in which they are given.
 
     Args:
-        given: Paths of files in any form that ``read_tool_files`` reads, and URLs of MCP servers.
+        given: Paths of files in any form that ``read_tool_files`` reads, URLs of MCP servers, and commands that start
+            one (``stdio: COMMAND``).
         token_setting: Value of FCTUNE_MCP_TOKEN.
 
     Raises:
@@ -74,12 +84,13 @@ def read_offered_tools(given: Sequence[str], token_setting: str | None) -> Offer
     remote: dict[str, McpTool] = {}
     servers = [name for name in given if name.startswith(("http://", "https://"))]
     for name in given:
-        if name not in servers:
+        if name not in servers and not name.startswith(_STDIO):
+            _check_no_program(name)
             tools += read_tool_files([Path(name)])
             continue
-        token = choose_mcp_token(token_setting, name, servers)
+        token = choose_mcp_token(token_setting, name, servers) if name in servers else None
         pages = fetch_mcp_tools(name, token)
-        listed = read_tool_texts(pages, [name] * len(pages))
+        listed = read_tool_texts(pages, [_show(name)] * len(pages))
         read_only = _find_read_only(pages)
         remote |= {tool.name: McpTool(name, token, tool.name in read_only) for tool in listed}
         tools += listed
@@ -87,6 +98,36 @@ def read_offered_tools(given: Sequence[str], token_setting: str | None) -> Offer
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"--tools: {', '.join(sorted(repeated))}: given twice; a model could not distinguish them.")
     return OfferedTools(tuple(tools), remote)
+
+
+def _check_no_program(name: str) -> None:
+    """Refuse a program or a command line in place of a file of tools.
+
+    Raises:
+        ConfigError: It is one; the message names the form that starts it.
+    """
+    path = Path(name)
+    program = name.split()[0] if name.split() else ""
+    if path.suffix == ".py" or (path.suffix == ".js" and path.exists()):
+        started = f"{'python' if path.suffix == '.py' else 'node'} {shlex.quote(name)}"
+    elif " " in name and not path.exists() and shutil.which(program):
+        started = name
+    else:
+        return
+    shown = "a program" if started != name else "a command"
+    raise ConfigError(
+        f"--tools {_show(name)}: {shown}, not a file of tools. To start it as an MCP server over stdio, write --tools "
+        f"{shlex.quote(f'{_STDIO} {_show(started)}')}."
+    )
+
+
+def _show(address: str) -> str:
+    """Return a server's address for messages: of a command, what stands before its first option or setting."""
+    if address.startswith(("http://", "https://")):
+        return address
+    words = address.split()
+    most = next((i for i, word in enumerate(words) if i and (word.startswith("-") or "=" in word)), len(words))
+    return " ".join(words[:most]) + (" ..." if most < len(words) else "")
 
 
 def _find_read_only(pages: Sequence[str]) -> frozenset[str]:
@@ -127,7 +168,7 @@ def fetch_mcp_tools(url: str, token: str | None = None, limits: McpLimits | None
     """Return the pages of a server's ``tools/list`` as JSON text, as ``fctune data convert --tools`` reads them.
 
     Args:
-        url: The server's endpoint, such as ``http://127.0.0.1:8000/mcp``.
+        url: The server's endpoint, such as ``http://127.0.0.1:8000/mcp``, or ``stdio: COMMAND``.
         token: Sent as a bearer token to the origin of ``url`` and nowhere else; None sends none.
         limits: None: 30 s, 16 MiB and 100 pages.
 
@@ -135,6 +176,14 @@ def fetch_mcp_tools(url: str, token: str | None = None, limits: McpLimits | None
         ConfigError: There is no server, it is not one of MCP's, its answers exceed a limit, or the token would be sent
             unencrypted.
     """
+    if url.startswith(_STDIO):
+        budget = _Budget(limits or McpLimits())
+        pages, reason = _ask(url, None, budget, lambda client: _list_pages(client, budget))
+        if pages is not None:
+            return pages
+        raise ConfigError(
+            f"{_show(url)}: no usable list of tools from the MCP server that this command starts ({reason})."
+        )
     parts = _split(url)
     if parts.username is not None or parts.password is not None:
         shown = f"{parts.scheme}://...@{parts.hostname}{parts.path}"
@@ -173,7 +222,7 @@ def call_mcp_tool(tool: McpTool, call: Call) -> str:
 
     text, reason = _ask(tool.url, tool.token, _Budget(McpLimits()), run)
     if text is None:
-        raise ToolError(f"{tool.url}: {reason}")
+        raise ToolError(f"{_show(tool.url)}: {reason}")
     return text
 
 
@@ -187,14 +236,25 @@ def _ask(url: str, token: str | None, budget: _Budget, action: Callable[[Any], A
         import anyio
         import mcp  # noqa: F401 (its absence is reported here)
     except ImportError:
-        raise ConfigError(f"{url}: tools of an MCP server need its client. pip install 'fctune[mcp]'.") from None
+        raise ConfigError(f"{_show(url)}: tools of an MCP server need its client. pip install 'fctune[mcp]'.") from None
     result: T | None = None
     reason = ""
-    try:
-        with _muted(logging.getLogger("mcp")):
-            result = anyio.run(_connect, url, token, budget, action)
-    except Exception as error:  # whatever a hostile answer raises in the client or the libraries below it
-        reason = _describe(error)
+    command = _split_command(url) if url.startswith(_STDIO) else None
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        try:
+            with _muted(logging.getLogger("mcp")):
+                if command is None:
+                    result = anyio.run(_connect, url, token, budget, action)
+                else:
+                    result = anyio.run(_start, command, errors, budget, action)
+        except Exception as error:  # whatever a hostile answer raises in the client or the libraries below it
+            reason = _describe(error)
+        errors.seek(0)
+        if said := "".join(errors.readlines()[-1:]).strip():
+            reason = f"{reason}; it said: {one_line(said, 200)}"
+    if command is not None:
+        for secret in _list_secrets():
+            reason = reason.replace(secret, "***")
     if budget.problem is None and result is not None:
         return result, ""
     reason = budget.problem or (f"HTTP {budget.status}: {reason}" if budget.status else reason)
@@ -265,6 +325,50 @@ async def _connect(url: str, token: str | None, budget: _Budget, action: Callabl
     if scope.cancelled_caught:
         budget.problem = budget.problem or f"no complete answer within {budget.limits.max_s:g} s"
     return result
+
+
+async def _start(
+    command: Sequence[str], errors: TextIO, budget: _Budget, action: Callable[[Any], Awaitable[T]]
+) -> T | None:
+    """Return what ``action`` returns with a client of the server that a command starts; it ends with the block."""
+    import anyio
+    from mcp import Client
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    result: T | None = None
+    environment = {name: value for name, value in read_environment().items() if not name.startswith("FCTUNE_")}
+    server = StdioServerParameters(command=command[0], args=list(command[1:]), env=environment)
+    with anyio.move_on_after(budget.limits.max_s) as scope:
+        budget.scope = scope
+        async with Client(stdio_client(server, errlog=errors), cache=None) as client:
+            result = await action(client)
+    if scope.cancelled_caught:
+        budget.problem = budget.problem or f"no complete answer within {budget.limits.max_s:g} s"
+    return result
+
+
+def _split_command(address: str) -> list[str]:
+    """Return the words of ``stdio: COMMAND``."""
+    example = f"{_STDIO} python server.py"
+    try:
+        words = shlex.split(address.removeprefix(_STDIO))
+    except ValueError as error:
+        raise ConfigError(f"{_show(address)}: not a command ({error}). Expected one such as '{example}'.") from None
+    if not words:
+        raise ConfigError(f"{address}: no command. Expected one such as '{example}'.")
+    if "=" in words[0]:
+        raise ConfigError(
+            f"{_STDIO} {words[0].partition('=')[0]}=...: a setting, not a program. Export it before you run fctune; "
+            "the server gets the same environment."
+        )
+    return words
+
+
+def _list_secrets() -> list[str]:
+    """Return the values of environment variables that are secrets by their names, the longest first."""
+    kinds = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL")
+    found = [value for name, value in read_environment().items() if any(kind in name.upper() for kind in kinds)]
+    return sorted((value for value in found if len(value) > 5), key=len, reverse=True)
 
 
 async def _list_pages(client: Any, budget: _Budget) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import replace
@@ -179,8 +179,18 @@ class ServerEngine:
                 return str(error) if error.status is None else ""
         return self._outage
 
-    def request(self, prompt: Prompt) -> Answer:
+    def request(
+        self,
+        prompt: Prompt,
+        on_failure: Callable[[RequestError], None] = lambda error: None,
+        retries_timeouts: bool = True,
+    ) -> Answer:
         """Return the answer to one prompt; any number of threads may call it at once, until ``stop``.
+
+        Args:
+            prompt: The prompt.
+            on_failure: Called with the error of each failed attempt, unless answers are streamed.
+            retries_timeouts: Attempts that reach their time limit are repeated; those of streamed answers always are.
 
         Raises:
             RequestError: No usable answer after all attempts.
@@ -195,11 +205,17 @@ class ServerEngine:
                 sent |= {"stream": True, "stream_options": {"include_usage": True}}
                 answer = self._client.post_stream("/chat/completions", sent, read_chat_events)
             else:
-                answer = self._client.post("/chat/completions", sent, lambda body: read_chat_answer(body, limits))
+                answer = self._client.post(
+                    "/chat/completions",
+                    sent,
+                    lambda body: read_chat_answer(body, limits),
+                    on_failure,
+                    retries_timeouts,
+                )
         except RequestError as error:
             if prompt.schema is not None and error.status in (400, 422):
                 # A server without constrained decoding, or one that cannot compile this schema.
-                return self.request(replace(prompt, schema=None))
+                return self.request(replace(prompt, schema=None), on_failure, retries_timeouts)
             if error.is_fatal:
                 is_about_key = error.status in (401, 403)
                 hint = f"{self._key_hint}; set {self._key_variable}" if is_about_key else f"see {self._model_option}"

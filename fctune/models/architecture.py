@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from fctune.models.tensor_files import TensorHeader
     from fctune.models.weight_plan import WeightPlan
 
+TINY_WEIGHTS = 20_000_000
+"""A model with fewer weights knows no language yet."""
+TINY_ROWS = 10_000
+"""Conversations that such a model has to read, repeated or not; the demo's number."""
+
 # Value of ``adapter.modules`` that selects every linear of the blocks.
 ALL_LINEAR = "all-linear"
 
@@ -282,3 +287,12 @@ class Architecture(ABC):
         Raises:
             CheckpointError: Tensors are quantised in a way that cannot be undone, or do not fit together.
         """
+
+
+def count_weights(architecture: Architecture) -> int:
+    """Return the number of weights in linears, experts and token matrices, without norms and biases."""
+    blocks = 0
+    for block in architecture.blocks:
+        blocks += sum(linear.in_dim * linear.out_dim for linear in block.linears)
+        blocks += sum(expert.num_experts * expert.in_dim * expert.out_dim for expert in block.experts)
+    return blocks + (1 if architecture.is_tied else 2) * architecture.vocab_size * architecture.embed_dim

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
+import time
 
 import pytest
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from fctune.base.terminal import LogHandler, Terminal, escape_controls, print_full_width
+from fctune.base.terminal import Heartbeat, LogHandler, Terminal, escape_controls, print_full_width
 from fctune.cli import main
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\r\x00\x7f\u202eb"
@@ -54,3 +56,19 @@ def test_a_log_line_of_a_run_has_no_control_characters(capsys: pytest.CaptureFix
     line = capsys.readouterr().out
     assert r"row a\x1b[2J" in line
     assert escape_controls(line) == line
+
+
+def test_a_heartbeat_logs_during_a_long_step_and_ends_with_it() -> None:
+    said, has_logged = list[str](), threading.Event()
+
+    def log(line: str) -> None:
+        said.append(line)
+        if len(said) == 3:
+            has_logged.set()
+
+    with Heartbeat(log, lambda: f"line {len(said)}", interval_s=0.01):
+        assert has_logged.wait(30)
+    number = len(said)
+    assert said == [f"line {i}" for i in range(number)]
+    time.sleep(0.1)
+    assert len(said) == number

@@ -85,6 +85,7 @@ def warn(length: RunLength, *overrides: str) -> list[str]:
 def test_a_run_that_suits_its_data_has_no_warning() -> None:
     assert warn(GOOD_LENGTH) == []
     assert warn(RunLength(300, packs=6400)) == []  # a run does not know its speed when it starts
+    assert warn(GOOD_LENGTH, "data.validation_share=0", "gate.max_new_tokens=256") == []  # as tune does with --cases
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fctune.base.errors import ConfigError
+from fctune.data.conversation import Call
 from fctune.data.sources.tool_file import read_tool_texts
-from fctune.engines.mcp_tools import McpLimits, choose_mcp_token, fetch_mcp_tools
+from fctune.engines.mcp_tools import McpLimits, call_mcp_tool, choose_mcp_token, fetch_mcp_tools, read_offered_tools
 from tests.engines.mcp_server import ATTACKS, TOKEN, RawHandler, nest, serve_mcp, serve_raw
 
 LIMITS = McpLimits(max_s=20.0, max_bytes=1_000_000, max_pages=5)
@@ -137,3 +142,37 @@ def test_a_token_without_an_address_is_for_one_server_only() -> None:
         with pytest.raises(ConfigError, match="does not say which server") as found:
             choose_mcp_token(setting, A, [A, B])
         assert "secret" not in str(found.value)
+
+
+STDIO_SERVER = Path(__file__).with_name("stdio_server.py")
+
+
+def test_a_server_is_started_by_a_command_and_called_over_stdio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GARDEN_TOKEN", "green-thumb-42")
+    monkeypatch.setenv("FCTUNE_API_KEY", "of-the-teacher")
+    offered = read_offered_tools([f"stdio: {shlex.quote(sys.executable)} {shlex.quote(str(STDIO_SERVER))}"], None)
+    [tool] = offered.tools
+    assert tool.name == "read_moisture"
+    assert tool.parameters["properties"]["bed"]["description"] == "Bed, 1 to 12"
+    assert offered.remote["read_moisture"].is_read_only
+    result = json.loads(call_mcp_tool(offered.remote["read_moisture"], Call("read_moisture", {"bed": 3})))
+    assert result == {"bed": 3, "GARDEN_TOKEN": "green-thumb-42", "FCTUNE_API_KEY": None}
+
+
+def test_a_command_that_fails_is_reported_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GARDEN_TOKEN", "green-thumb-42")
+    command = f"{shlex.quote(sys.executable)} {shlex.quote(str(STDIO_SERVER))}"
+    with pytest.raises(ConfigError, match=r"it said: cannot log in with \*\*\*") as error:
+        read_offered_tools([f"stdio: {command} fail"], None)
+    assert "green-thumb" not in str(error.value)
+    for given, said in (
+        ("stdio: no-such-program-here x --token abc", "stdio: no-such-program-here x ...: no usable list"),
+        ("stdio: TOKEN=abc python server.py", "stdio: TOKEN=...: a setting"),
+        ("stdio: 'python", "not a command"),
+        ("stdio:", "no command"),
+        (str(STDIO_SERVER), "a program, not a file of tools.*--tools 'stdio: python "),
+        ("python server.py --token abc", r"a command, not a file of tools.*'stdio: python server.py \.\.\.'"),
+    ):
+        with pytest.raises(ConfigError, match=said) as error:
+            read_offered_tools([given], None)
+        assert "abc" not in str(error.value)

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fctune.base.errors import DataError
+from fctune.base.errors import ConfigError, DataError
 from fctune.config.intervals import parse_share
 from fctune.config.sections.data import AUGMENT_KINDS, AugmentConfig
 from fctune.data.augment.augmenter import MAX_POOL_ROWS, Augmenter
@@ -20,6 +20,8 @@ from fctune.data.check.similarity import WordHasher
 from fctune.data.conversation import Conversation
 from fctune.data.sources import ParsedRow
 from fctune.engines.model_files import is_on_disk
+from fctune.models.architecture import TINY_ROWS, TINY_WEIGHTS, count_weights
+from fctune.models.planned_model import find_architecture
 from fctune.runs.directory import RunFiles
 from fctune.runs.tune_directory import read_repeat
 from fctune.tasks.evaluation.held_out import (
@@ -33,6 +35,7 @@ from fctune.tasks.evaluation.held_out import (
 from fctune.tasks.task import AnyCase
 
 _MAX_ROWS = 100_000  # that are profiled and compared by words; more take minutes
+_MIN_ROWS = 100
 _MAX_TRIED = 1_000  # rows that a kind of augmentation is tried on before it counts as one that applies to none
 
 
@@ -46,6 +49,8 @@ class RowProfile:
         replay: The config's ``data.replay``; empty: no rows were mixed in.
         learning_rate: The highest of the run; None: unknown.
         base_reasons: The base reasons on the cases, so that it can lose that.
+        rows_needed: About the number of rows that a run has to read, repeated or not; 0: unknown.
+        rows_read: Number of rows that it read, of each pass; 0: unknown.
         called_share: Share of the held-out requests with a fitting tool in which the result calls one; None: unknown.
         num_rows: Conversations.
         counts: Number of those with each property: ``tools``, ``call``, ``no_call`` (tools, and none is called),
@@ -63,6 +68,8 @@ class RowProfile:
     replay: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
     base_reasons: bool = True
+    rows_needed: int = 0
+    rows_read: int = 0
     called_share: float | None = None
     num_rows: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -216,7 +223,21 @@ class TrainingHistory:
         profile.max_tools = given.get("max_tools", profile.max_tools)
         for source, row in islice(self.iter_rows(), _MAX_ROWS):
             profile.add_parsed(source, row)
+        profile.rows_needed = TINY_ROWS if self._is_tiny() else _MIN_ROWS
+        profile.rows_read = round(profile.num_rows * max(1.0, float(self.config.get("epochs") or 1)))
         return profile
+
+    def _is_tiny(self) -> bool:
+        """Return True if the base is on this machine, and has so few weights that it knows nothing yet."""
+        model = self.config.get("model") or {}
+        path = str(model.get("path") or "")
+        if not is_on_disk(path):
+            return False
+        try:
+            architecture, _, _ = find_architecture(path, None, model.get("source") or "auto")
+        except (ConfigError, OSError):
+            return False
+        return count_weights(architecture) < TINY_WEIGHTS
 
 
 def find_history(tuned: str, rows: Sequence[str] = ()) -> TrainingHistory | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 
 from fctune.base.errors import ConfigError
 from fctune.base.network import is_loopback
+from fctune.base.terminal import Heartbeat
 from fctune.calls.formats.base import CallFormat
 from fctune.config.intervals import format_count
 from fctune.config.sections.gate import GateConfig
@@ -29,7 +29,6 @@ from fctune.tasks.suite import Suite
 from fctune.tasks.task import Case
 
 _CONCURRENCY = 16
-_HEARTBEAT_S = 30.0
 
 
 class ServerGoneError(ConfigError):
@@ -114,7 +113,17 @@ class GateModel:
             self.num_kept += kept
         before = f", {kept:,} of them answered before" if kept else ""
         log(f"{self.side}: {suite.name}, {format_count(len(suite.all_cases), 'case')}{before}")
-        with _Heartbeat(log, f"{self.side}: {suite.name}", len(suite.all_cases), kept) as heartbeat:
+        num_answered = kept
+
+        def count(row: Row, num_done: int, num_cases: int) -> None:
+            nonlocal num_answered
+            num_answered = kept + num_done
+
+        def describe() -> str:
+            num_cases = format_count(len(suite.all_cases), "case")
+            return f"{self.side}: {suite.name}, {num_answered:,} of {num_cases} answered"
+
+        with Heartbeat(log, describe):
             rows = run_suite(
                 suite,
                 engine,
@@ -123,7 +132,7 @@ class GateModel:
                 max_new_tokens=max(config.max_new_tokens, suite.max_new_tokens or 0),
                 num_at_once=4 * _CONCURRENCY if self.has_server else config.batch_size,
                 is_fresh=is_fresh,
-                on_row=heartbeat.count,
+                on_row=count,
             )
         assert rows is not None
         num_failed = sum(row.get("error") is not None for row in rows)
@@ -140,39 +149,6 @@ class GateModel:
         """Return True if the model answers a case now."""
         (answer,) = self.open(config)[0].answer([Prompt(case.prompt, config.max_new_tokens)])
         return answer.error is None
-
-
-class _Heartbeat:
-    """Logs the number of answered cases every half a minute, also while a batch takes longer.
-
-    Args:
-        log: Called with each line.
-        name: What is asked.
-        num_cases: Number of cases.
-        num_done: Number of those that were answered before.
-    """
-
-    def __init__(self, log: Callable[[str], None], name: str, num_cases: int, num_done: int):
-        self._log, self._name, self._num_cases, self._num_before = log, name, num_cases, num_done
-        self._num_done = num_done
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Heartbeat:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def count(self, row: Row, num_done: int, num_cases: int) -> None:
-        """Note an answer; called by ``run_suite``."""
-        self._num_done = self._num_before + num_done
-
-    def _run(self) -> None:
-        while not self._ended.wait(_HEARTBEAT_S):
-            self._log(f"{self._name}, {self._num_done:,} of {format_count(self._num_cases, 'case')} answered")
 
 
 def open_models(

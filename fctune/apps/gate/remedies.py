@@ -15,6 +15,7 @@ from fctune.config.intervals import format_count, format_share, parse_share
 _SAME_SHARE = 0.95  # a command has shares rounded to tenths of a percent, and the rows may have changed a little since
 _FEW_NEGATIVES, _HALF_NEGATIVES, _MANY_NEGATIVES = 0.15, 0.4, 0.5
 _TAKEN_AWAY = 0.3  # rows without a call that are added for each row with tools
+_ENOUGH = 0.5  # of the rows that a model needs about
 _FEW = 0.02  # of the rows, so that they teach nothing
 _ONE_SET = 0.9  # of the rows with tools, that offer the same ones
 _CALLS_TOO_MUCH = ("over_calling", "missing_tool")
@@ -27,6 +28,11 @@ def find_remedies(line: JudgedLine, profile: RowProfile | None) -> tuple[Remedy,
     """Return what explains the fall of a line, and what treats it; always something."""
     if profile is None or not profile.num_rows:
         return (Remedy("the training rows are not known; name them with --rows to have them searched", {}),)
+    few = _add_rows(profile)
+    return ((few,) if few is not None else ()) + _explain(line, profile)
+
+
+def _explain(line: JudgedLine, profile: RowProfile) -> tuple[Remedy, ...]:
     cause = line.line.cause or line.line.name
     if cause in _CALLS_TOO_MUCH and (confused := _widen(profile)) is not None:
         return (confused,)
@@ -34,6 +40,19 @@ def find_remedies(line: JudgedLine, profile: RowProfile | None) -> tuple[Remedy,
     found = [remedy for name in names if (remedy := name(profile)) is not None]
     own = [remedy for remedy in found if not remedy.note]  # from the rows themselves, without others to look for
     return tuple(own or found) or (_keep_base(profile),)
+
+
+def _add_rows(profile: RowProfile) -> Remedy | None:
+    """Return the remedy of a run that has read far too few rows, whatever is in them."""
+    if profile.rows_read >= _ENOUGH * profile.rows_needed:
+        return None
+    rows = format_count(profile.num_rows, "row")
+    read = f", {profile.rows_read:,} with repetitions" if profile.rows_read > profile.num_rows else ""
+    return Remedy(
+        f"too few rows: {rows}{read}, and this model needs about {profile.rows_needed:,}. Add rows (fctune data "
+        "generate writes some for your tools), or train a larger model, which needs fewer",
+        {},
+    )
 
 
 def _widen(profile: RowProfile) -> Remedy | None:

@@ -18,6 +18,7 @@ from fctune.apps.generate.drafts import Draft, Drafter
 from fctune.apps.generate.plan import RowPlan
 from fctune.apps.generate.prompts import (
     ANSWERER,
+    NUM_LISTED,
     VERDICT_SCHEMA,
     Turn,
     UnusableText,
@@ -52,7 +53,7 @@ from fctune.data.tool_schema import ToolSet
 from fctune.engines.mcp_tools import McpTool, ToolError, call_mcp_tool
 
 _SEED_STEP = 7_919
-_LISTINGS = 3
+_MAX_LIST_TOKENS = 256
 _MAX_FIRST_CALLS = 3
 _MIN_REWORDED_WORDS = 5
 _FEW_VALUES = 8
@@ -154,12 +155,23 @@ class ListedValues:
 
 
 def list_values(teacher: Asker, seed: int, tool: Tool, parameter: str) -> ListedValues:
-    """Return values that the teacher lists for a parameter, asked again if it lists hardly any."""
+    """Return values that the teacher lists for a parameter, asked once more, for fewer, if it lists hardly any.
+
+    A weak teacher repeats itself without end, and no row starts before all lists are there: a list is short, and a
+    request that reaches the time limit is not repeated as it is.
+    """
     listed, failures = ListedValues(), set[str]()
-    for attempt in range(_LISTINGS):
+    for attempt in range(len(NUM_LISTED)):
         messages, schema = ask_for_values(tool, parameter, attempt)
         try:
-            text = teacher.ask(messages, schema, (seed + _SEED_STEP * attempt) % 2**31, listed.usage)
+            text = teacher.ask(
+                messages,
+                schema,
+                (seed + _SEED_STEP * attempt) % 2**31,
+                listed.usage,
+                max_new_tokens=_MAX_LIST_TOKENS,
+                retries_timeouts=False,
+            )
             found = read_values(text, tool, parameter)
         except UnusableText:
             continue

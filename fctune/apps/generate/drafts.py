@@ -16,8 +16,8 @@ from typing import Any
 
 from fctune.apps.generate.plan import RowPlan
 from fctune.apps.generate.prompts import Turn
-from fctune.apps.generate.values import draw_arguments, draw_value, is_valid
-from fctune.data.augment.spoken import list_properties, list_required, say_name, say_value, split_words
+from fctune.apps.generate.values import describe_properties, draw_arguments, draw_value, is_valid
+from fctune.data.augment.spoken import list_properties, list_required, match_value, say_name, say_value, split_words
 from fctune.data.augment.wordings import (
     MAX_WORDS,
     describe_ability,
@@ -112,6 +112,7 @@ _MAX_GROWTH = 3
 _MIN_KEPT_WORDS = 0.6
 _MAX_NEW_WORDS = 6
 _STEM = 5
+_FIRST_WITHOUT_SPACES = "\u0e00"  # Thai, and in Unicode's order what follows: Lao, Chinese, Japanese, Korean
 _MAX_DRAWS = 8
 
 
@@ -139,7 +140,10 @@ class Draft:
         Unless its calls are checked by answers to it, it also has most of the draft's words, and few others.
         """
         said = _fold(text)
-        if any(_fold(value) not in said for value in self.stated) or len(text) > _MAX_GROWTH * len(self.text) + 80:
+        if (
+            not all(_is_said(_fold(value), said) for value in self.stated)
+            or len(text) > _MAX_GROWTH * len(self.text) + 80
+        ):
             return False
         if not is_checked:
             before, after = _list_stems(self.text), _list_stems(text)
@@ -263,11 +267,18 @@ class Drafter:
         for name in list_required(tool):
             if name in arguments:
                 continue
-            known = self._values.get((tool.name, name))
-            if not known:
+            if (value := self._choose(tool, name, rng)) is None:
                 return None
-            arguments[name] = rng.choice(known)
+            arguments[name] = value
         return Call(tool.name, {name: arguments[name] for name in list_properties(tool) if name in arguments})
+
+    def _choose(self, tool: Tool, name: str, rng: random.Random) -> Any:
+        """Return a value that the teacher listed, or one that is drawn; None if there is neither."""
+        if known := self._values.get((tool.name, name)):
+            return rng.choice(known)
+        schema = describe_properties(tool)[name]
+        draws = (draw_value(schema, rng, name, is_free=True) for _ in range(_MAX_DRAWS))
+        return next((value for value in draws if value is not None), None)
 
     def _go_on(self, tool: Tool, call: Call, rng: random.Random) -> Iterator[Draft]:
         """Give the later messages of a dialogue: the same with another value, thanks, or both."""
@@ -285,9 +296,8 @@ class Drafter:
         """Return another value of an argument; None if none is known, or if it only has two."""
         if isinstance(value, bool):
             return None
-        schema, known = list_properties(tool)[name], self._values.get((tool.name, name))
         for _ in range(_MAX_DRAWS):
-            other = rng.choice(known) if known else draw_value(schema, rng)
+            other = self._choose(tool, name, rng)
             if other is not None and other != value:
                 return other
         return None
@@ -314,8 +324,9 @@ def list_unknown(tools: Sequence[Tool]) -> list[tuple[Tool, str]]:
     return [
         (tool, name)
         for tool in tools
-        for name, schema in list_properties(tool).items()
-        if name in list_required(tool) and all(draw_value(schema, rng) is None for _ in range(_MAX_DRAWS))
+        for name, schema in describe_properties(tool).items()
+        if name in list_required(tool)
+        and all(draw_value(schema, rng, name, is_free=True) is None for _ in range(_MAX_DRAWS))
     ]
 
 
@@ -435,6 +446,16 @@ def _make_rng(plan: RowPlan, use: str) -> random.Random:
 
 def _fold(text: str) -> str:
     return " ".join(text.casefold().split())
+
+
+def _is_said(value: str, text: str) -> bool:
+    """Return True if a text has a value as a word of its own: not 6 in 6.5, nor 40 in 140.
+
+    Scripts without spaces have no words of their own, and units may follow a number at once.
+    """
+    if any(character >= _FIRST_WITHOUT_SPACES for character in value):
+        return value in text
+    return bool(re.search(rf"{match_value(value)}|(?<![\w.,-]){re.escape(value)}(?<=\d)(?:{'|'.join(_UNITS)})\b", text))
 
 
 def _list_stems(text: str) -> set[str]:

@@ -15,10 +15,16 @@ from fctune.apps.generate.kinds import KINDS
 from fctune.apps.generate.references import find_unresolvable, inline_references
 from fctune.apps.generate.values import draw_arguments
 from fctune.base.errors import ConfigError
+from fctune.data.augment.spoken import list_properties, split_words
 from fctune.data.conversation import Call, Tool
 from fctune.data.tool_schema import ToolSet, allows_nothing
 
 _MIN_OFFERED = 3
+_NEEDS = {
+    "several_calls": "a row needs two tools for it",
+    "missing_value": "no tool has a required parameter",
+    "dependent_calls": "no tool requires what another returns, as far as their descriptions tell",
+}
 _NUM_EXAMPLES = 2
 _HIDDEN_SHARE = 0.5
 _PERSONAS = (
@@ -118,6 +124,8 @@ class Planner:
         self.tools, self.seed, self.max_tools, self.examples = tuple(tools), seed, max_tools, tuple(examples)
         self._requiring = [tool for tool in tools if _list_required(tool)]
         impossible = {"several_calls": min(len(tools), max_tools) < 2, "missing_value": not self._requiring}
+        # A teacher that writes requests may see a dependence that the tools' words do not tell.
+        unlikely = {"dependent_calls": hides_tools and not _has_dependence(tools)}
         if shares is not None:
             for kind in shares:
                 if impossible.get(kind):
@@ -125,7 +133,9 @@ class Planner:
                         raise ConfigError("--kinds several_calls: needs two tools in a row. Raise --max-tools.")
                     needs = "two tools or more" if kind == "several_calls" else "a tool with a required parameter"
                     raise ConfigError(f"--kinds {kind}: needs {needs}. Leave it out, or add tools.")
-        chosen = shares or {kind: share for kind, share in KINDS.items() if not impossible.get(kind)}
+        left_out = [kind for kind in KINDS if impossible.get(kind) or unlikely.get(kind)]
+        chosen = shares or {kind: share for kind, share in KINDS.items() if kind not in left_out}
+        self._left_out = () if shares else tuple(left_out)
         total = sum(chosen.values())
         self.shares = {kind: share / total for kind, share in chosen.items()}
 
@@ -146,6 +156,10 @@ class Planner:
             )
         counts |= {"small_talk": most, **_apportion(num_rows - most, others)}
         return counts
+
+    def describe_left_out(self) -> list[str]:
+        """Return a sentence for each default kind that the tools do not allow."""
+        return [f"{kind}: left out, as {_NEEDS[kind]}; other kinds get its share." for kind in self._left_out]
 
     def describe_limit(self, num_rows: int) -> str | None:
         """Return a sentence if a kind gets fewer rows than its share, because it has no more."""
@@ -203,6 +217,27 @@ class Planner:
         """Return a digest of the tools and examples, which a resumed run must have as well."""
         text = json.dumps([[tool.to_openai() for tool in self.tools], self.examples])
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _has_dependence(tools: Sequence[Tool]) -> bool:
+    """Return True if a tool requires what another, which does not take it, may return, as its words tell."""
+    returned = {}
+    for tool in tools:
+        output = tool.function.get("outputSchema") or tool.function.get("output_schema") or {}
+        said = f"{tool.name} {tool.function.get('description') or ''} {json.dumps(output)}"
+        returned[tool.name] = {_singular(word) for word in split_words(said)}
+    return any(
+        {_singular(word) for word in split_words(name)} <= returned[other.name]
+        for tool in tools
+        for name in _list_required(tool)
+        if (schema := list_properties(tool).get(name, {})).get("type") != "boolean" and "enum" not in schema
+        for other in tools
+        if other is not tool and name not in list_properties(other)
+    )
+
+
+def _singular(word: str) -> str:
+    return word.removesuffix("s")
 
 
 def check_tools(tools: Sequence[Tool]) -> None:

@@ -16,7 +16,7 @@ from fctune.calls.tool_calls import read_tool_calls
 from fctune.data.augment.spoken import list_properties, say_name, split_words
 from fctune.data.conversation import Call, Conversation, Message, Tool
 
-VERSION = 5
+VERSION = 6
 """Changes with the prompts, so that a run that began with others is not resumed."""
 
 # The calls come before the request because a request that is written to known values states them.
@@ -85,8 +85,8 @@ _REWORDER = """\
 You reword messages that users send to an assistant. Answer with one JSON object and nothing else: {"message": "..."}. \
 The new message asks for the same thing with the same values, in other words. It adds nothing and answers nothing."""
 
-NUM_LISTED = 24
-"""Values of a parameter that a teacher is asked for."""
+NUM_LISTED = (24, 8)
+"""Values of a parameter that a teacher is asked for, and asked again if it lists hardly any."""
 
 _SIMULATOR = """\
 You play the backend of functions. You are given the functions, a conversation and its last calls. Answer with one \
@@ -316,12 +316,12 @@ def ask_for_values(tool: Tool, parameter: str, attempt: int) -> tuple[tuple[Mess
     described = " ".join(str(schema.get("description", "")).split()) or say_name(parameter)
     wordings = (
         "{described}",
-        "{number} examples of: {described}",
         "{name}: {described}. Give {number} examples of it.",
     )
-    text = wordings[attempt % len(wordings)].format(described=described, number=NUM_LISTED, name=say_name(parameter))
-    values = {"type": "array", "items": loosen_references(schema), "minItems": NUM_LISTED // 2, "maxItems": NUM_LISTED}
-    system = _LISTER.replace("{number}", str(NUM_LISTED))
+    number = NUM_LISTED[attempt]
+    text = wordings[attempt].format(described=described, number=number, name=say_name(parameter))
+    values = _list_of(loosen_references(schema), number // 2, number)
+    system = _LISTER.replace("{number}", str(number))
     return (Message("system", system), Message("user", text)), _object_of(values=values)
 
 

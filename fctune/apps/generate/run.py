@@ -10,18 +10,21 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fctune.apps.generate.dialogue import Outcome, Writer, list_values, read_made_row, write_row
+from fctune.apps.generate.dialogue import ListedValues, Outcome, Writer, list_values, read_made_row, write_row
 from fctune.apps.generate.drafts import Drafter, list_unknown
 from fctune.apps.generate.plan import Planner, RowPlan
 from fctune.apps.generate.teacher import SERVER_FAILURES, Budget, Usage
 from fctune.base.errors import ConfigError, Interrupted
 from fctune.base.files import write_atomically
+from fctune.base.terminal import Heartbeat
+from fctune.config.intervals import format_count
 from fctune.data.check.similarity import SeenTexts, WordHasher
+from fctune.data.conversation import Tool
 from fctune.data.secrets import SecretCounts, SecretScanner
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.tasks.evaluation.results import ResultsFile, read_settings
@@ -51,6 +54,7 @@ class Report:
         redacted: Secrets that placeholders replace in them.
         ending: Why the run ended.
         problem: The commonest reason, if the teacher was given up.
+        unlisted: Required parameters (``TOOL.NAME``) that neither the schema nor the teacher gave values for.
     """
 
     wanted: dict[str, int]
@@ -63,6 +67,7 @@ class Report:
     redacted: SecretCounts = field(default_factory=SecretCounts)
     ending: Ending = "complete"
     problem: str = ""
+    unlisted: list[str] = field(default_factory=list)
 
     @property
     def asked(self) -> int:
@@ -101,6 +106,7 @@ class Report:
             "redacted": self.redacted.to_json(),
             "ending": self.ending,
             "problem": self.problem,
+            "unlisted": self.unlisted,
         }
 
 
@@ -116,6 +122,7 @@ def generate_rows(
     settings: Mapping[str, Any] | None = None,
     is_fresh: bool = False,
     on_outcome: Callable[[Report], None] = lambda report: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Write rows to a file, and return what became of all that were asked for.
 
@@ -133,10 +140,11 @@ def generate_rows(
         settings: Everything else that the rows depend on.
         is_fresh: Discard what earlier runs wrote.
         on_outcome: Called with the report after each row.
+        log: Called with lines of progress, by any thread.
 
     Raises:
         ConfigError: The file has rows of other settings or of something else, or a server refuses every request.
-        Interrupted: Ctrl-C.
+        Interrupted: Ctrl-C, or SIGTERM where the caller raises it so.
     """
     results = ResultsFile(log_path(out))
     if out.exists() and not results.path.exists() and not is_fresh:
@@ -151,7 +159,8 @@ def generate_rows(
     logged = results.start({**recorded, **held_out}, is_fresh)
     if held_out:
         write_atomically(results.settings_path, json.dumps(recorded, indent=2, ensure_ascii=False) + "\n")
-    run = _Run(planner, writer, budget, results, planner.split(num_rows), on_outcome)
+    run = _Run(planner, writer, budget, results, planner.split(num_rows), on_outcome, log)
+    budget.log = log
     try:
         if is_fresh:
             values_path.unlink(missing_ok=True)
@@ -159,12 +168,15 @@ def generate_rows(
         run.open_budget(usage_path, values_path, logged)
         if drafts_requests:
             run.list_values(values_path, concurrency)
-        run.run(concurrency, logged)
+        rows = f"writing {format_count(num_rows, 'row')} for {format_count(len(planner.tools), 'tool')}"
+        log(f"{rows}, {concurrency:,} at a time" + (f"; {len(logged):,} outcomes of an earlier run" if logged else ""))
+        with Heartbeat(log, run.describe_progress):
+            run.run(concurrency, logged)
     except KeyboardInterrupt:
         kept = len(run.report.kept)
         raise Interrupted(f"{kept:,} rows in {out}; run the same command to resume") from None
     finally:
-        budget.is_stopped = True
+        run.stop()
         results.close()
         run.report.interrupted = budget.used.subtract(run.report.usage)
         _write_rows(out, run.report.kept)
@@ -187,9 +199,11 @@ class _Run:
         results: ResultsFile,
         wanted: dict[str, int],
         on_outcome: Callable[[Report], None],
+        log: Callable[[str], None],
     ):
         self._planner, self._writer, self._budget, self._results = planner, writer, budget, results
-        self._on_outcome = on_outcome
+        self._on_outcome, self._log_line = on_outcome, log
+        self._uncounted = Counter[str]()  # verdicts of rows that wait for those before them
         self._seen = SeenTexts(WordHasher())
         self._new: list[str] = []  # verdicts of this run
         self._scanner = SecretScanner() if writer.redactor is None else writer.redactor.scanner
@@ -222,11 +236,9 @@ class _Run:
 
     def list_values(self, path: Path, concurrency: int) -> None:
         """Let the teacher list values that the schemas do not give, unless a file of an earlier run has them."""
-        unknown, seed = list_unknown(self._planner.tools), self._planner.seed
+        unknown = list_unknown(self._planner.tools)
         if not path.is_file():
-            with ThreadPoolExecutor(concurrency, thread_name_prefix="values") as pool:
-                asked = [pool.submit(list_values, self._writer.teacher, seed, *one) for one in unknown]
-                lists = [one.result() for one in asked]
+            lists = self._ask_for_lists(unknown, concurrency)
             usage = Usage()
             for found in lists:
                 usage.add(found.usage)
@@ -239,7 +251,45 @@ class _Run:
         else:
             listed = json.loads(path.read_text(encoding="utf-8"))
         self.report.usage.add(Usage(**listed["usage"]))
+        self.report.unlisted = [f"{tool}.{name}" for tool, name, values in listed["values"] if not values]
         self._writer = replace(self._writer, drafter=Drafter({(tool, name): v for tool, name, v in listed["values"]}))
+
+    def _ask_for_lists(self, unknown: Sequence[tuple[Tool, str]], concurrency: int) -> list[ListedValues]:
+        parameters = format_count(len(unknown), "parameter")
+        self._log_line(f"listing values for {parameters}" if unknown else "no parameter needs listed values")
+        asked: list[Future[ListedValues]] = []
+
+        def describe() -> str:
+            done = f"values of {sum(one.done() for one in asked):,} of {parameters} listed"
+            return ", ".join(filter(None, (done, self._budget.describe_waiting())))
+
+        pool = ThreadPoolExecutor(concurrency, thread_name_prefix="values")
+        try:
+            with Heartbeat(self._log_line, describe):
+                for tool, name in unknown:
+                    asked.append(pool.submit(list_values, self._writer.teacher, self._planner.seed, tool, name))
+                return [one.result() for one in asked]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def describe_progress(self) -> str:
+        """Return the number of kept rows, why others fell, and the requests that wait, on one line."""
+        verdicts = Counter(dict(self._uncounted))  # copies, since another thread counts meanwhile
+        for counts in list(self.report.verdicts.values()):
+            verdicts.update(dict(counts))
+        verdicts = +verdicts
+        kept = verdicts.pop("kept", 0)
+        reasons = ", ".join(f"{name} {count:,}" for name, count in verdicts.most_common())
+        fell = f"{verdicts.total():,} fell" + (f" ({reasons})" if reasons else "")
+        total = sum(self.report.wanted.values())
+        return ", ".join(filter(None, (f"kept {kept:,} of {total:,}", fell, self._budget.describe_waiting())))
+
+    def stop(self) -> None:
+        """Send no more requests, and start no more attempts."""
+        self._budget.is_stopped = True
+        for asker in (self._writer.teacher, self._writer.judge):
+            if asker is not None:
+                asker.engine.stop()
 
     def run(self, concurrency: int, logged: Mapping[str, Mapping[str, Any]]) -> None:
         """Ask for rows until the run ends; sets how it ended in the report."""
@@ -262,10 +312,7 @@ class _Run:
             for line in logged.values():
                 if line["id"] not in self._counted:  # it is not needed, as more rows before it are kept by now
                     self.report.usage.add(Usage(**line["usage"]))
-            self._budget.is_stopped = True
-            for asker in (self._writer.teacher, self._writer.judge):
-                if asker is not None:
-                    asker.engine.stop()
+            self.stop()
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _choose_kinds(
@@ -327,6 +374,7 @@ class _Run:
         line = _to_log(outcome)
         self._results.append(line)
         self.ids.add(line["id"])
+        self._uncounted[line["verdict"]] += 1
         return line
 
     def _count_next(
@@ -350,6 +398,8 @@ class _Run:
 
     def _count(self, line: dict[str, Any], is_new: bool) -> None:
         report = self.report
+        if is_new:
+            self._uncounted[line["verdict"]] -= 1
         line = self._settle(line, is_new)
         self._counted.add(line["id"])
         report.verdicts.setdefault(line["category"], Counter())[line["verdict"]] += 1

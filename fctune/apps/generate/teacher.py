@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +102,7 @@ class Budget:
         max_cost: In the currency of the prices.
         used: What was used so far.
         on_use: Called with ``used`` before each request and after its answer.
+        log: Called with a line for each attempt that failed, by any thread.
     """
 
     max_tokens: int | None = None
@@ -108,6 +111,8 @@ class Budget:
     used: Usage = field(default_factory=Usage)
     is_stopped: bool = False
     on_use: Callable[[Usage], None] = lambda used: None
+    log: Callable[[str], None] = lambda line: None
+    _waiting: dict[int, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -143,6 +148,29 @@ class Budget:
             self.used.requests += 1
             self.on_use(self.used)
 
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Note that this thread waits for an answer during the block."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._waiting[thread] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._waiting[thread]
+
+    def describe_waiting(self) -> str:
+        """Return how many requests wait for an answer, and for how long; empty if none does."""
+        with self._lock:
+            starts = list(self._waiting.values())
+        if not starts:
+            return ""
+        seconds = f"{time.monotonic() - min(starts):.0f} s"
+        return (
+            f"1 request waits for {seconds}" if len(starts) == 1 else f"{len(starts)} requests wait for up to {seconds}"
+        )
+
     def count(self, usage: Usage) -> None:
         """Add the tokens and the price of a request that ``begin`` has counted."""
         with self._lock:
@@ -176,15 +204,31 @@ class Asker:
         self.engine, self.budget, self.price = engine, budget, price
         self._max_new_tokens, self._format, self._answers_as_json = max_new_tokens, call_format, answers_as_json
 
-    def ask(self, messages: Sequence[Message], schema: Mapping[str, Any], seed: int, usage: Usage) -> str:
+    def ask(
+        self,
+        messages: Sequence[Message],
+        schema: Mapping[str, Any],
+        seed: int,
+        usage: Usage,
+        max_new_tokens: int | None = None,
+        retries_timeouts: bool = True,
+    ) -> str:
         """Return the text of an answer without its reasoning; adds what it used to ``usage``.
 
         A server that can holds the answer to the JSON Schema.
 
+        Args:
+            messages: The prompt.
+            schema: JSON Schema of the answer.
+            seed: Seed of the answer.
+            usage: Changed.
+            max_new_tokens: Lower limit for this answer; None: that of all answers.
+            retries_timeouts: Ask again after an attempt that reached its time limit.
+
         Raises:
             Dropped: There is no complete answer, or the budget is used up.
         """
-        answer = self._request(Conversation(tuple(messages)), schema, seed, usage)
+        answer = self._request(Conversation(tuple(messages)), schema, seed, usage, max_new_tokens, retries_timeouts)
         return answer.reasoning.blank(answer.text) if answer.reasoning is not None else answer.text
 
     def answer(self, system: str, row: Conversation, seed: int, usage: Usage, words_only: bool = False) -> Parsed:
@@ -204,14 +248,28 @@ class Asker:
         tools: tuple[Tool, ...] = row.tools
         parsed = read_answer(answer, self._format, tools).strict
         if parsed.malformed:
-            raise Dropped("garbage", parsed.malformed[0].reason)
+            # A server that does not parse a model's calls cannot be told apart from a model that garbles them.
+            hint = "" if self._format else "; --answers json asks a weak teacher for JSON instead"
+            raise Dropped("garbage", f"{parsed.malformed[0].reason}{hint}")
         return parsed
 
-    def _request(self, prompt: Conversation, schema: Mapping[str, Any] | None, seed: int, usage: Usage) -> Answer:
+    def _request(
+        self,
+        prompt: Conversation,
+        schema: Mapping[str, Any] | None,
+        seed: int,
+        usage: Usage,
+        max_new_tokens: int | None = None,
+        retries_timeouts: bool = True,
+    ) -> Answer:
+        limit = min(self._max_new_tokens, max_new_tokens or self._max_new_tokens)
         self.budget.begin()
         usage.requests += 1
         try:
-            answer = self.engine.request(Prompt(prompt, self._max_new_tokens, seed=seed, schema=schema))
+            with self.budget.wait():
+                answer = self.engine.request(
+                    Prompt(prompt, limit, seed=seed, schema=schema), self._log_failure, retries_timeouts
+                )
         except RequestError as error:
             if self.budget.is_stopped:
                 raise Stopped from None
@@ -220,8 +278,13 @@ class Asker:
         if answer.is_refused:
             raise Dropped("refused", "the server says that the model refused, or that a filter kept the answer back")
         if answer.is_cut:
-            raise Dropped("cut", f"over {self._max_new_tokens:,} tokens; raise --max-new-tokens")
+            raise Dropped("cut", f"over {limit:,} tokens; raise --max-new-tokens")
         return answer
+
+    def _log_failure(self, error: RequestError) -> None:
+        if error.is_transient and not self.budget.is_stopped:
+            hint = "; raise --timeout, or lower --concurrency or --max-new-tokens" if error.is_timeout else ""
+            self.budget.log(f"{self.engine.model}: an attempt failed: {error}{hint}")
 
     def _count(self, answer: Answer, usage: Usage) -> None:
         if self.budget.needs_tokens and (answer.num_tokens is None or answer.num_prompt_tokens is None):

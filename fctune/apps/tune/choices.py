@@ -24,7 +24,7 @@ from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.config.shipped import list_shipped_configs, resolve_shipped_path
 from fctune.config.yaml_text import dump_yaml
 from fctune.data.data_size import count_steps
-from fctune.models.architecture import Architecture
+from fctune.models.architecture import TINY_ROWS, TINY_WEIGHTS, Architecture, count_weights
 from fctune.models.hub import parse_name
 from fctune.models.planned_model import extend_architecture, find_architecture
 from fctune.parallel.search import LayoutSearch, Variant, list_overrides
@@ -32,14 +32,12 @@ from fctune.parallel.search import LayoutSearch, Variant, list_overrides
 # Held-out cases that are aimed at: 200 pairs show a fall of about 10 points, 600 one of 5, which a thorough gate looks
 # for. Of few rows, a fifth at most is held out.
 _HELD_OUT, _THOROUGH_HELD_OUT, _MAX_SHARE, _MIN_SHARE = 200, 600, 0.2, 0.02
-# Conversations that the demo trains the tiny base on; a real model knows language, and needs fewer passes.
-_TINY_ROWS, _TINY_EPOCHS = 10_000, 10
+_TINY_EPOCHS = 10  # a real model knows language, and needs fewer passes
 _EPOCHS = ((1_000, 4), (5_000, 3), (50_000, 2))  # of fewer conversations than this; of more, one
 MIN_SEQ_LEN = 1024
 # Below this share of rows without a call, this share of the others is made into some.
 _FEW_NO_CALLS, _TAKE_AWAY = 0.1, "30%"
 _MIN_ANSWER, _THINKING = 256, 1024  # tokens of an answer of the gate, and of its reasoning
-_TINY_WEIGHTS = 20_000_000
 _OTHER_FAMILY = math.log(4)  # how much nearer in size a model of another family must be
 _ALTERNATIVES = {"global_batch_size": "global_batch_tokens"}  # by key; only one of both may be set
 _NOT_TAKEN = ("success", "telemetry", "eval", "price_per_gpu_hour", "currency")
@@ -193,7 +191,7 @@ def draft_config(
     for key in _NOT_TAKEN:
         draft.drop(key)
     draft.choose("output_dir", str(out), "the run's directory in --out")
-    draft.choose("model.path", model, "--model" if shipped.num_weights > _TINY_WEIGHTS else "the built-in model")
+    draft.choose("model.path", model, "--model" if shipped.num_weights > TINY_WEIGHTS else "the built-in model")
     if not _is_same_model(model, shipped.model):
         composition.values["model"] = {
             key: value for key, value in composition.values["model"].items() if key == "path" or key in _keys(given)
@@ -202,7 +200,7 @@ def draft_config(
     draft.choose("adapter.rank", composition.values["adapter"].get("rank", 32), reason)
     if not machine.num_gpus:
         why = "no GPU"
-        if machine.prefers_bf16 and shipped.num_weights > _TINY_WEIGHTS:
+        if machine.prefers_bf16 and shipped.num_weights > TINY_WEIGHTS:
             draft.choose("precision", "bf16", f"{why}: these processors multiply it much faster than fp32")
         else:
             draft.choose("precision", "fp32", f"{why}: bf16 is no faster on these processors, or the model is tiny")
@@ -278,10 +276,10 @@ def size_config(
         why = f"the longest held-out answer has {format_count(prepared.answer_tokens, 'token')}"
         more = ", and the model may think" if prepared.prints_reasoning else ""
         draft.choose("gate.max_new_tokens", min(wanted, room), f"{why}{more}")
-    is_tiny = count_weights(architecture) < _TINY_WEIGHTS
+    is_tiny = count_weights(architecture) < TINY_WEIGHTS
     if is_tiny:
-        epochs = min(_TINY_EPOCHS, max(1, round(_TINY_ROWS / facts.conversations)))
-        draft.choose("epochs", epochs, f"{rows}; the tiny model needs about {_TINY_ROWS:,}, repeated or not")
+        epochs = min(_TINY_EPOCHS, max(1, round(TINY_ROWS / facts.conversations)))
+        draft.choose("epochs", epochs, f"{rows}; the tiny model needs about {TINY_ROWS:,}, repeated or not")
     else:
         epochs = next((epochs for rows_below, epochs in _EPOCHS if facts.conversations < rows_below), 1)
         draft.choose("epochs", epochs, f"{rows}; fewer rows are read more often")
@@ -387,15 +385,6 @@ def find_smaller(architecture: Architecture, machine: Machine) -> list[str]:
         if len(found) == 2:
             break
     return found
-
-
-def count_weights(architecture: Architecture) -> int:
-    """Return the number of weights in linears, experts and token matrices, without norms and biases."""
-    blocks = 0
-    for block in architecture.blocks:
-        blocks += sum(linear.in_dim * linear.out_dim for linear in block.linears)
-        blocks += sum(expert.num_experts * expert.in_dim * expert.out_dim for expert in block.experts)
-    return blocks + (1 if architecture.is_tied else 2) * architecture.vocab_size * architecture.embed_dim
 
 
 def format_weights(count: int) -> str:

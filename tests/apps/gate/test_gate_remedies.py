@@ -293,3 +293,20 @@ def test_a_tune_is_repeated_in_another_directory_with_the_remedies(named: list[s
     history = TrainingHistory("runs/mine/run", None, config={"output_dir": "runs/mine/run"}, command=command)
     (again,) = make_commands({"data.augment.take_away": "30%"}, history)
     assert again == "fctune tune --data rows.jsonl epochs=2 --out runs/mine_mended data.augment.take_away=30%"
+
+
+def test_too_few_rows_are_the_first_finding(tmp_path: Path) -> None:
+    few = replace(profile((14, make_row(USER, CALL))), rows_needed=10_000, rows_read=140)
+    first, *others = find_remedies(fallen("over_calling"), few)
+    assert "too few rows: 14 rows, 140 with repetitions, and this model needs about 10,000" in first.finding
+    assert "fctune data generate" in first.finding
+    assert not first.overrides
+    assert others == list(find_remedies(fallen("over_calling"), replace(few, rows_read=9_000)))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps(make_row(Message("user", f"Do {i}"), CALL).to_openai()) + "\n" for i in range(14))
+    )
+    tiny = {"model": {"path": str(ROOT / "fctune/assets/tiny_base")}, "epochs": 10}
+    for config, needed in ((tiny, 10_000), ({"epochs": 10}, 100)):
+        found = TrainingHistory("rows.jsonl", None, (str(path),), config).profile()
+        assert (found.num_rows, found.rows_read, found.rows_needed) == (14, 140, needed)

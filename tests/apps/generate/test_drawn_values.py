@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from fctune.apps.generate.kinds import KINDS
 from fctune.apps.generate.plan import Planner, RowPlan
 from fctune.apps.generate.prompts import UnusableText, ask_for_values, read_request, request_schema
-from fctune.apps.generate.values import draw_arguments, is_valid
+from fctune.apps.generate.values import draw_arguments, draw_value, is_valid
 from fctune.data.conversation import Call, Tool
 from fctune.data.tool_schema import ToolSet
 from tests.conftest import ROOT
@@ -59,6 +59,83 @@ def test_drawn_values_are_valid_and_cover_the_schema() -> None:
     assert all(re.fullmatch(r"[A-Z]\d\d", berth) for berth in seen["berth"])
     assert 0 < seen["code"].total() < 300, "examples with other digits that break the pattern are left to the teacher"
     assert len(seen["day"]) > 200
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "pattern", "bounds"),
+    [
+        ({"type": "integer", "description": "Number of the bed, 1 to 12"}, "bed", None, (1, 12)),
+        ({"type": "integer", "description": "0-100"}, "opening", None, (0, 100)),
+        ({"type": "integer", "description": "between 3 and 7"}, "level", None, (3, 7)),
+        ({"type": "integer", "description": "1 to 12", "maximum": 6}, "bed", None, (1, 6)),
+        ({"type": "integer"}, "opening_percent", None, (0, 100)),
+        ({"type": "number", "description": "How far it opens, in percent"}, "opening", None, (0, 100)),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}], "description": "HH:MM"}, "off", r"\d\d:\d\d", None),
+        ({"type": "string", "description": "when it goes off, such as 18:30"}, "off", r"\d\d:\d\d", None),
+        ({"type": "string", "description": "first day, e.g. 2026-05-01"}, "day", r"\d{4}-\d\d-\d\d", None),
+    ],
+)
+def test_ranges_and_forms_are_read_from_descriptions(
+    schema: dict[str, Any], name: str, pattern: str | None, bounds: tuple[int, int] | None
+) -> None:
+    parameters = {"type": "object", "properties": {name: schema}, "required": [name]}
+    tool, rng = Tool({"name": "f", "parameters": parameters}), random.Random(0)
+    values = [draw_arguments(tool, rng)[name] for _ in range(200)]
+    for value in values:
+        jsonschema.validate(value, schema)
+        assert pattern is None or re.fullmatch(pattern, value)
+        assert bounds is None or bounds[0] <= value <= bounds[1]
+    if bounds is not None:
+        assert max(values) - min(values) > 0.8 * (bounds[1] - bounds[0])
+
+
+def test_ranges_are_read_from_the_arguments_in_the_description_of_the_tool() -> None:
+    text = "Water a bed.\n\nArgs:\n    bed (int): which one, 1 to 12\n    off: HH:MM\n"
+    properties = {"bed": {"type": "integer"}, "off": {"type": "string"}}
+    tool = Tool({"name": "f", "description": text, "parameters": {"type": "object", "properties": properties}})
+    drawn = [draw_arguments(tool, random.Random(seed)) for seed in range(100)]
+    assert all(1 <= arguments.get("bed", 1) <= 12 for arguments in drawn)
+    assert any("off" in arguments for arguments in drawn)
+    assert all(re.fullmatch(r"\d\d:\d\d", arguments.get("off", "00:00")) for arguments in drawn)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {}, {"minimum": 0}, {"exclusiveMinimum": 0}, {"minimum": 1000}, {"maximum": 30}, {"maximum": -3},
+        {"minimum": 0, "maximum": 2**31 - 1}, {"minimum": -5, "exclusiveMaximum": 20},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_free_numbers_are_such_as_people_say_and_valid(kind: str, bounds: dict[str, float]) -> None:
+    schema, rng = {"type": kind, **bounds}, random.Random(0)
+    drawn = [draw_value(schema, rng, "litres", is_free=True) for _ in range(200)]
+    values = [value for value in drawn if value is not None]
+    assert len(values) > 150
+    for value in values:
+        jsonschema.validate(value, schema)
+        assert round(value, 2) == value
+        assert abs(value) <= bounds.get("minimum", 0) + 503
+
+
+@pytest.mark.parametrize(
+    ("description", "is_possible"), [("Find a user by name.", False), ("Return a user's id.", True)]
+)
+def test_dependent_calls_are_left_out_where_no_tool_returns_what_another_requires(
+    description: str, is_possible: bool
+) -> None:
+    def make(name: str, description: str, parameter: str) -> Tool:
+        properties = {parameter: {"type": "string"}}
+        parameters = {"type": "object", "properties": properties, "required": [parameter]}
+        return Tool({"name": name, "description": description, "parameters": parameters})
+
+    tools = [make("look_up", description, "name"), make("write", "Send a note.", "user_id")]
+    planner = Planner(tools, None, seed=0, hides_tools=True)
+    assert ("dependent_calls" in planner.shares) is is_possible
+    assert len(planner.describe_left_out()) == (0 if is_possible else 1)
+    assert sum(planner.split(80).values()) == 80
+    assert "dependent_calls" in Planner(tools, None, seed=0).shares, "a teacher may see more than the words tell"
+    assert "dependent_calls" in Planner(tools, {"dependent_calls": 1}, seed=0, hides_tools=True).shares
 
 
 class Unit(Enum):
