@@ -30,7 +30,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup runtime sky demo demo-reasoning test test-slow test-thorough test-wheel test-sky test-slurm test-slurm-faults test-serving test-monitoring faults bench configs \
-  bench-gpu real bench-startup test-gpu lint reference docs tiny-base link-recipes audit clean
+  bench-gpu real real-full bench-startup test-gpu lint reference docs tiny-base link-recipes audit clean
 
 setup: $(READY)
 
@@ -179,10 +179,13 @@ configs: setup
 bench: setup
 	$(BIN)/python -m benchmarks.training $(if $(ROWS),--rows $(ROWS))
 
-# Fine-tune a real model on Seal-Tools and Glaive, and measure it before and after on BFCL: docs/real-model.md. Resumes.
-# It takes all cores, and may download the model.
-real: setup
-	env -u OMP_NUM_THREADS -u HF_HUB_OFFLINE $(BIN)/python -m benchmarks.real_model --model $(MODEL) --seal $(SEAL) --glaive $(GLAIVE) $(REAL_ARGS)
+# Fine-tune a real model on Seal-Tools and Glaive, and measure it before and after on BFCL, and with PUBLIC_SETS=DIR on
+# other people's tools: docs/real-model.md. `make real-full` measures everything, part by part, without a time limit.
+# Both resume. They take all cores, and may download the model.
+real-full: FULL := --full
+real real-full: setup
+	env -u OMP_NUM_THREADS -u HF_HUB_OFFLINE $(BIN)/python -m benchmarks.real_model --model $(MODEL) --seal $(SEAL) \
+	  --glaive $(GLAIVE) $(if $(PUBLIC_SETS),--public-sets $(PUBLIC_SETS)) $(FULL) $(REAL_ARGS)
 
 # Run the GPU benchmarks that docs/reference/gpu-results.md lacks, at most 40 minutes a time, and write that page. TOY=1
 # runs all of them on a toy model, on the CPU where there is no GPU, and writes to runs/.

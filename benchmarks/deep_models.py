@@ -69,6 +69,7 @@ FAMILIES = {
     "meta-llama/Llama-3.2-1B-Instruct": Family("llama3_2", *_LLAMA, _NF4),
     "meta-llama/Llama-3.3-70B-Instruct": Family("llama3_1", *_LLAMA, _THIN),
     "Qwen/Qwen2-7B-Instruct": Family(None, *_QWEN),
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": Family("qwen2_5", *_QWEN),
     "Qwen/Qwen2.5-72B-Instruct": Family("qwen2_5", *_QWEN, _THIN),
     "Qwen/Qwen3-0.6B": Family("qwen3", *_QWEN),
     "Qwen/Qwen3-4B-Instruct-2507": Family("qwen3_instruct_2507", *_QWEN),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.real_measuring import NAMES
 from benchmarks.real_rows import Mixture
@@ -16,10 +17,38 @@ from benchmarks.real_server import DEFAULT_OPTIONS, wait_until_free
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.cli.parser import report_interrupt
 from fctune.cli.serve import require_vllm
+from fctune.config.loading import load_config
 from fctune.data.chosen_template import open_chosen_template
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SPARE_BYTES = 3 * 2**30
+
+
+class ModelSettings(NamedTuple):
+    """Defaults of the options by model, so that ``--model`` is enough.
+
+    Attributes:
+        config: Name of the shipped config, which also chooses the chat template.
+        mixture: Numbers of rows in place of those of ``Mixture``.
+        limit: Largest number of cases of each category.
+    """
+
+    config: str
+    mixture: Mapping[str, int]
+    limit: int
+
+
+_GEMMA = ModelSettings("gemma3_270m_lora", {}, 100)
+SETTINGS = {  # by model_type and hidden_size in config.json; others have those of Gemma 3 270M
+    ("gemma3_text", 640): _GEMMA,
+    # Each row and each case takes twice as long, and an hour on two cores is for both models and all prompts.
+    ("qwen2", 896): ModelSettings(
+        "qwen2_5_coder_0_5b_lora",
+        {"natural": 40, "seal_copies": 0, "glaive": 20, "no_call": 110, "parallel": 50, "listed": 30}
+        | {"joined": 60, "dialogues": 90, "synthetic": 20},
+        40,
+    ),
+}
 
 
 def check_inputs(arguments: argparse.Namespace) -> Path:
@@ -45,6 +74,7 @@ def check_inputs(arguments: argparse.Namespace) -> Path:
             f"--model {arguments.model}: no config.json with *.safetensors next to it. Pass a Hugging Face model "
             "directory, or hf:NAME to download one."
         )
+    _apply_settings(arguments, model_dir)
     # Rendering one prompt shows whether the tokenizer has what the template needs, such as an end-of-text token.
     template = ChatTemplate(model_dir, chat_template=open_chosen_template(arguments.chat_template, "--chat-template "))
     if not template.stop_ids:
@@ -63,14 +93,30 @@ def check_inputs(arguments: argparse.Namespace) -> Path:
     return model_dir
 
 
+def _apply_settings(arguments: argparse.Namespace, model_dir: Path) -> None:
+    """Set the options that were left out to those of the model."""
+    raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    settings = SETTINGS.get((raw.get("model_type"), raw.get("hidden_size")), _GEMMA)
+    arguments.config = arguments.config or _ROOT / "configs" / f"{settings.config}.yaml"
+    arguments.limit = settings.limit if arguments.limit is None else arguments.limit
+    arguments.mixture = [*(f"{kind}={count}" for kind, count in settings.mixture.items()), *arguments.mixture]
+    if arguments.chat_template is None:
+        arguments.chat_template = load_config(arguments.config, arguments.overrides).model.chat_template
+
+
 def _check_options(arguments: argparse.Namespace) -> None:
     if arguments.server is not None and arguments.only is None:
         raise ConfigError("--server: pass --only before or --only after to say which of the two models it serves.")
     for option, least in (("limit", 0), ("max_new_tokens", 1), ("batch_size", 1)):
-        if (value := getattr(arguments, option)) < least:
+        if (value := getattr(arguments, option)) is not None and value < least:
             raise ConfigError(f"--{option.replace('_', '-')} {value}: expected {least} or more.")
     if unknown := [name for name in arguments.categories if name not in NAMES]:
         raise ConfigError(f"--categories {unknown[0]}: expected {', '.join(NAMES)}.")
+    if arguments.public_sets is not None and not arguments.public_sets.is_dir():
+        raise ConfigError(
+            f"--public-sets {arguments.public_sets}: no such directory. "
+            "benchmarks/real_public_sets.py has the commands that make it."
+        )
     if arguments.vllm is not None:
         if not 1 <= arguments.port <= 65535:
             raise ConfigError(f"--port {arguments.port}: expected 1 to 65535.")
@@ -104,11 +150,12 @@ def make_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seal", metavar="FILE", help="Seal-Tools rows")
     parser.add_argument("--glaive", metavar="FILE", help="Glaive rows")
     parser.add_argument("--out", type=Path, default=Path("runs/real"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--config", type=Path, default=_ROOT / "configs" / "gemma3_270m_lora.yaml", metavar="FILE")
-    parser.add_argument("--chat-template", default="hermes", metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--public-sets", type=Path, metavar="DIR", help="clones of benchmarks/real_public_sets.py")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="default: that of the model, see SETTINGS")
+    parser.add_argument("--chat-template", metavar="NAME", help="default: that of the config, or the model's own")
     parser.add_argument("--split", choices=("validation", "test"), default="test", help="default: %(default)s")
-    limit = "at most N cases of each category; 0: all; default: %(default)s"
-    parser.add_argument("--limit", type=int, default=100, metavar="N", help=limit)
+    limit = "at most N cases of each category; 0: all; default: see SETTINGS"
+    parser.add_argument("--limit", type=int, metavar="N", help=limit)
     parser.add_argument("--only", choices=("before", "after"), help="measure only the base, or only the result")
     parser.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="what to measure; default: all")
     parser.add_argument("--server", metavar="URL", help="ask this server, not a model in process; needs --only")

@@ -53,7 +53,7 @@ def write_data(arguments: argparse.Namespace) -> None:
     folder = rows_dir(arguments)
     if (folder / "done.json").is_file():
         return
-    sources = read_sources(arguments)
+    sources = read_sources(arguments, folder)
     mixture = Mixture(**dict.fromkeys(_MADE_KINDS, 0) | {"seal_copies": 1, "glaive": arguments.num_glaive})
     mixture = dataclasses.replace(mixture, renamed_share=0.0)
     rows = mix_rows(sources.split.train, sources.glaive, mixture, sources.allowed.allows)

@@ -6,23 +6,29 @@ import argparse
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.real_public_sets import PUBLIC_CATEGORIES
 from benchmarks.real_rows import in_share
 from benchmarks.real_server import link_with_template, serve
 from benchmarks.real_summary import read_answers
 from fctune.base.errors import ConfigError, DataError
-from fctune.calls.formats.base import CallFormat
+from fctune.calls.formats.base import CallFormat, Parsed
 from fctune.calls.formats.registry import detect_format
+from fctune.calls.judge import Judgement
 from fctune.cli.eval_options import find_suite
+from fctune.data.chat_template import ChatTemplate, MissingTemplateError
 from fctune.data.chosen_template import ChosenTemplate
+from fctune.data.conversation import Message
 from fctune.data.template_args import read_template_args
 from fctune.engines.engine import Engine
 from fctune.engines.http_client import RetryPolicy
 from fctune.engines.server import ServerEngine
 from fctune.models.hub import digest_model
+from fctune.tasks.benchmarks.bfcl.prompt_answers import BfclAnswer, join_tuples
+from fctune.tasks.benchmarks.bfcl.single_turn import Mode, read_system_prompt
 from fctune.tasks.evaluation.results import ResultsFile, read_settings
 from fctune.tasks.evaluation.results import read_rows as read_results
 from fctune.tasks.evaluation.run import run_suite
@@ -30,13 +36,14 @@ from fctune.tasks.evaluation.summary import summarise_run
 from fctune.tasks.judge import Row
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import load_suite
+from fctune.tasks.task import Case
 
 CATEGORIES = (
     *("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance"),
     *("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance"),
 )
 UNSEEN = "unseen_tools"
-NAMES = (*CATEGORIES, UNSEEN, "smoke")
+NAMES = (*CATEGORIES, UNSEEN, *PUBLIC_CATEGORIES, "smoke")
 VALIDATION_SHARE = 0.2
 SplitName = Literal["validation", "test"]
 _CONCURRENCY = 16
@@ -82,6 +89,15 @@ def prompted_as(model_dir: Path, tuned: Path) -> Subject:
     return Subject(model_dir, ChosenTemplate(str(file), file.read_text("utf-8")), read_template_args(tuned))
 
 
+def has_own_template(model_dir: Path) -> bool:
+    """Return True if a model comes with a chat template, as instruct models do."""
+    try:
+        ChatTemplate(model_dir)
+    except MissingTemplateError:
+        return False
+    return True
+
+
 def answers_dir(out: Path, split: SplitName) -> Path:
     """Return the directory of the answers; those of the test are where a run's report looks for evaluations."""
     return out / ("eval" if split == "test" else "validation")
@@ -94,32 +110,67 @@ def load_suites(
     limit: int | None = None,
     bfcl_data: str | None = None,
     has_plain_names: bool = False,
+    mode: Mode = "tools",
 ) -> list[Suite]:
-    """Load the cases to measure, in order: BFCL's categories, unseen tools, and for the test the smoke suite.
+    """Load the cases to measure, in order: BFCL's categories and unseen tools, for the test also public sets and smoke.
 
     Args:
-        folder: Where ``write_data`` wrote the cases.
+        folder: Where ``write_data`` wrote the cases; those of public sets are optional.
         split: Validation or test.
         categories: Names of what to measure; empty: everything.
         limit: Largest number of cases of each category.
         bfcl_data: The benchmark's data; None: that of the installed wheel.
         has_plain_names: Write underscores for dots in BFCL's names, as servers' protocols require.
+        mode: Offer tools, or describe them in BFCL's own prompt for models without tool calls, which leaves smoke out.
+
+    Raises:
+        ConfigError: A public set is named whose cases were not written.
     """
-    is_validation = split == "validation"
+    is_test = split == "test"
     suites = []
     for name in categories or NAMES:
         if name == "smoke":
-            suites += [] if is_validation else [load_suite(find_suite("smoke"))]
-        elif name == UNSEEN:
-            cases = load_suite(folder / f"{split}.jsonl").cases
-            suites.append(Suite(UNSEEN, cases).select(limit=limit))
+            suites += [load_suite(find_suite("smoke"))] if is_test and mode == "tools" else []
+        elif name in (UNSEEN, *PUBLIC_CATEGORIES):
+            path = folder / f"{split if name == UNSEEN else name}.jsonl"
+            if name in PUBLIC_CATEGORIES and not (is_test and path.is_file()):
+                if name in categories:
+                    raise ConfigError(f"--categories {name}: measured with --public-sets and --split test only.")
+                continue
+            suite = Suite(name, load_suite(path).cases).select(limit=limit)
+            suites.append(suite if mode == "tools" else to_prompt_suite(suite))
         else:
-            full = load_suite(
-                find_suite("bfcl"), categories=[name], options={"bfcl_data": bfcl_data}, has_plain_names=has_plain_names
-            )
-            share = tuple(case for case in full.cases if in_share(case.id, VALIDATION_SHARE) == is_validation)
-            suites.append(Suite(name, share, full.benchmark).select(limit=limit))
+            options = {"bfcl_data": bfcl_data, "bfcl_mode": mode}
+            full = load_suite(find_suite("bfcl"), categories=[name], options=options, has_plain_names=has_plain_names)
+            share = tuple(case for case in full.cases if in_share(case.id, VALIDATION_SHARE) != is_test)
+            suite = Suite(name, share, full.benchmark, call_format=full.call_format)
+            suites.append(suite.select(limit=limit))
     return suites
+
+
+@dataclass(frozen=True)
+class _PromptCase(Case):
+    """A case asked by BFCL's prompt, whose answers may have Python's tuples for lists."""
+
+    def judge(self, parsed: Parsed, decoded: Parsed | None = None) -> Judgement:
+        """Judge one reading of an answer by the strict typed match."""
+        calls = tuple(replace(call, arguments=join_tuples(call.arguments)) for call in parsed.calls)
+        return super().judge(parsed._replace(calls=calls))
+
+
+def to_prompt_suite(suite: Suite) -> Suite:
+    """Return the cases of a suite as BFCL asks models without tool calls: tools in a system message, calls as text."""
+    write, answer = read_system_prompt(), BfclAnswer()
+    cases = []
+    for case in suite.cases:
+        system = write([tool.function for tool in case.prompt.tools])
+        messages = list(case.prompt.messages)
+        if messages[0].role == "system":
+            system = f"{system}\n\n{messages.pop(0).content}"
+        texts = (Message(m.role, answer.render(m.calls) if m.calls else m.content, name=m.name) for m in messages)
+        prompt = replace(case.prompt, messages=(Message("system", system), *texts), tools=())
+        cases.append(_PromptCase(case.id, case.category, prompt, case.expected))
+    return Suite(suite.name, tuple(cases), suite.benchmark, call_format=answer)
 
 
 def measure(subject: Subject, suites: Sequence[Suite], out: Path, arguments: argparse.Namespace) -> list[Row]:
@@ -192,10 +243,16 @@ def is_measured(suites: Sequence[Suite], out: Path, max_new_tokens: int, measure
 def _find_changes(suite: Suite, path: Path, max_new_tokens: int, measured: Mapping[str, Any]) -> list[str]:
     """Return what answers on disk differ in from those asked for; nothing if their settings are not recorded."""
     found = read_settings(path)
-    expected: dict[str, Any] = {"cases_digest": suite.digest(), "max_new_tokens": max_new_tokens}
+    limit = _limit_answer(suite, max_new_tokens)
+    expected: dict[str, Any] = {"cases_digest": suite.digest(), "max_new_tokens": limit}
     if measured:
         expected["measured"] = dict(measured)
     return [] if found is None else [_CHANGES[key] for key in expected if found.get(key) != expected[key]]
+
+
+def _limit_answer(suite: Suite, max_new_tokens: int) -> int:
+    """Return the maximum length of an answer: a benchmark's own limit may be longer."""
+    return max(max_new_tokens, suite.max_new_tokens or 0)
 
 
 def _connect(url: str, served_name: str | None = None) -> ServerEngine:
@@ -215,9 +272,9 @@ def _ask(
         started = time.perf_counter()
         results = ResultsFile(out / f"{suite.name}.jsonl")
         settings = {"measured": dict(measured)}
-        found = run_suite(
-            suite, engine, call_format, results, max_new_tokens=arguments.max_new_tokens, settings=settings
-        )
+        limit = _limit_answer(suite, arguments.max_new_tokens)
+        form = suite.call_format or call_format
+        found = run_suite(suite, engine, form, results, max_new_tokens=limit, settings=settings)
         assert found is not None
         if num_missing := sum(row.get("error") is not None for row in found):
             raise ConfigError(

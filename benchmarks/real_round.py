@@ -63,7 +63,7 @@ def write_cases(arguments: argparse.Namespace) -> Path:
     """Write the questions to sample, unless they are there, and return their file."""
     file: Path = arguments.out / "cases.jsonl"
     if not file.is_file():
-        sources = read_sources(arguments)
+        sources = read_sources(arguments, arguments.rows or arguments.trained / "data")
         counts = {kind: max(1, share * arguments.questions // 2000) for kind, share in _SHARES.items()}
         mixture = replace(Mixture(seal_copies=0, glaive=0, dialogues=0, synthetic=0, seed=77), **counts)
         rows = mix_rows(sources.split.train, sources.glaive, mixture, sources.allowed.allows)

@@ -179,6 +179,7 @@ def _draw_allowed(
 class Contamination(NamedTuple):
     """Questions and tools of a benchmark that training rows contain, with the numbers of both."""
 
+    benchmark: str
     num_rows: int
     num_questions: int
     num_found_questions: int
@@ -190,7 +191,7 @@ class Contamination(NamedTuple):
         found = f" ({', '.join(self.found_tools[:5])})" if self.found_tools else ""
         return (
             f"contamination: {self.num_found_questions} of the {self.num_questions:,} questions and "
-            f"{len(self.found_tools)} of the {self.num_tools:,} tools of BFCL's categories that are measured{found} "
+            f"{len(self.found_tools)} of the {self.num_tools:,} tools of {self.benchmark}{found} "
             f"are in the {self.num_rows:,} training rows"
         )
 
@@ -225,13 +226,19 @@ def plain_name(name: str) -> str:
     return "".join(filter(str.isalnum, name)).lower()
 
 
-def check_contamination(path: Path, question_files: Sequence[Path], benchmark: Iterable[Case]) -> Contamination:
+def check_contamination(
+    path: Path,
+    question_files: Sequence[Path],
+    benchmark: Iterable[Case],
+    name: str = "BFCL's categories that are measured",
+) -> Contamination:
     """Look for a benchmark's questions and tools in a file of training rows.
 
     Args:
         path: The training rows.
         question_files: The benchmark's files of questions, for the overlap that ``fctune data check`` reports.
         benchmark: Its cases.
+        name: What the benchmark is called.
     """
     report = check_sources([str(path)], eval_suites=[str(file) for file in question_files])
     names = {plain_name(tool.name) for case in benchmark for tool in case.prompt.tools}
@@ -244,7 +251,7 @@ def check_contamination(path: Path, question_files: Sequence[Path], benchmark: I
     found = tuple(sorted(name for name in trained if plain_name(name) in names))
     num_items = sum(overlap.num_items for overlap in report.overlaps)
     num_found = sum(overlap.num_found for overlap in report.overlaps)
-    return Contamination(num_rows, num_items, num_found, len(names), found)
+    return Contamination(name, num_rows, num_items, num_found, len(names), found)
 
 
 def read_rows(path: str) -> list[Conversation]:

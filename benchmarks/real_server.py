@@ -29,6 +29,8 @@ DEFAULT_OPTIONS = (
     "--enforce-eager --dtype bfloat16 --max-model-len 6144 --max-num-seqs 32 --host 127.0.0.1 "
     "--distributed-executor-backend uni"
 )
+# BFCL's dialogues describe up to forty functions, and grow with each result.
+LONG_OPTIONS = DEFAULT_OPTIONS.replace("--max-model-len 6144", "--max-model-len 16384")
 # vLLM 0.32 on a CPU dies of a part of a prompt whose request has a seed ("does not use offset"), as samples have.
 WHOLE_PROMPTS = "--no-enable-chunked-prefill --max-num-batched-tokens 6144"
 # On a CPU, vLLM takes 92 % of the memory for its cache, and does not start where less is free. GPUs ignore this.

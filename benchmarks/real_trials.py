@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real_measuring import answers_dir
-from benchmarks.real_summary import format_table, read_answers, summarise
+from benchmarks.real_summary import PROMPTED, format_table, read_answers, summarise
 from fctune.base.errors import ConfigError
 
 _MIN_CASES = 20
@@ -110,8 +110,9 @@ def test_best(done: Sequence[dict[str, Any]], common: Sequence[str], arguments: 
         time.sleep(_POLL_S)
     if problem:
         raise ConfigError(f"{job.out}: the test failed, {problem}")
-    before = read_answers(answers_dir(arguments.out / "base", "test") / "before")
-    table = format_table(summarise(before, read_answers(answers_dir(job.out, "test") / "after")))
+    base = answers_dir(arguments.out / "base", "test")
+    after = read_answers(answers_dir(job.out, "test") / "after")
+    table = format_table(summarise(read_answers(base / "before"), after, read_answers(base / PROMPTED)))
     (arguments.out / "table.md").write_text(f"{best['name']}\n\n{table}\n")
     print(table)
 

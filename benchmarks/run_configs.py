@@ -223,8 +223,9 @@ def find_length(config: RunConfig) -> int:
     """Return the tokens of a row of the run's batches."""
     if config.grpo is not None:
         return DIALOGUE_LEN
-    # The chat template of Qwen3.5 explains calls in many words.
-    return PAIR_LEN if config.preference is not None or "Qwen3.5" in config.model.path else SEQ_LEN
+    # These chat templates explain calls in many words; one conversation would fill a shorter row.
+    is_wordy = any(name in config.model.path for name in ("Qwen3.5", "Qwen2.5-Coder"))
+    return PAIR_LEN if config.preference is not None or is_wordy else SEQ_LEN
 
 
 def is_supervised(config: RunConfig) -> bool:

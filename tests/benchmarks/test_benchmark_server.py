@@ -153,8 +153,9 @@ def test_an_unanswered_case_needs_the_model(answered: Path, tmp_path: Path) -> N
     copy = shutil.copytree(answered, tmp_path / "before")
     lines = (copy / "smoke.jsonl").read_text().splitlines(keepends=True)
     (copy / "smoke.jsonl").write_text("".join(lines[1:]))
+    arguments = make_arguments("--vllm", "/nowhere/python", "--port", str(find_port()))
     with pytest.raises(ConfigError, match="the server ended"):
-        measure(Subject(TINY_BASE), [SUITE], copy, make_arguments("--vllm", "/nowhere/python"))
+        measure(Subject(TINY_BASE), [SUITE], copy, arguments)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +21,14 @@ from benchmarks.real_options import add_options, make_list
 from benchmarks.real_quantities import describe_quantities, describe_unfit_quantities
 from benchmarks.real_requests import multiply_question, rename_tools, revalue_question, take_tools_away
 from benchmarks.real_rows import BenchmarkFilter, Mixture, check_contamination, mix_rows, split_by_tools, write_rows
-from benchmarks.real_summary import format_table, read_answers, summarise
-from fctune.base.errors import ConfigError
+from benchmarks.real_summary import format_pairs, format_table, read_answers, summarise, summarise_pairs
+from fctune.base.errors import ConfigError, DataError
+from fctune.config.loading import load_config
 from fctune.data.augment.tool_pool import ToolPool
 from fctune.data.conversation import Call, Conversation, Message, Tool
 from fctune.data.tool_schema import ToolSet
 from fctune.tasks.task import Case
+from tests.conftest import TINY_BASE
 
 PLACES = ("Paris", "Rome", "Oslo", "Lima")
 
@@ -267,6 +271,51 @@ def test_the_table_gives_rates_of_both_readings_and_the_paired_difference() -> N
     assert "| c | 10 | 0.0% (0.0% - 27.8%) | 80.0% (49.0% - 94.3%) | 100.0% |" in table
 
 
+def make_answer(case_id: str, verdict: str, lenient: str | None = None) -> dict[str, Any]:
+    """Return a row of results of the category that the id names."""
+    row = {"id": case_id, "category": case_id.rpartition("-")[0], "verdict": verdict}
+    return {**row, "expected_calls": [], "lenient": {"verdict": lenient or verdict}}
+
+
+def test_a_model_is_compared_with_the_better_way_to_ask_its_base_in_each_category() -> None:
+    def answer(rights: dict[str, int]) -> list[dict[str, Any]]:
+        return [
+            make_answer(f"{name}-{n}", "correct" if n < right else "missed_call")
+            for name, right in rights.items()
+            for n in range(10)
+        ]
+
+    before, prompted, after = (
+        answer({"a": 2, "b": 7, "c": 1}),
+        answer({"a": 5, "b": 7}),
+        answer({"a": 9, "b": 9, "c": 9}),
+    )
+    for row in prompted:  # the prompt of the leaderboard keeps dots in names
+        row["expected_calls"] = ["spelled otherwise"]
+    summary = summarise(before, after, prompted)
+    assert {name: round(one["difference"][0], 3) for name, one in summary.items()} == {"a": 0.4, "b": 0.2, "c": 0.8}
+    assert [one.get("compared_with") for one in summary.values()] == ["before_prompt", "before", None]
+    assert "| a | 10 | 20.0% (5.7% - 51.0%) | 20.0% | 50.0% (23.7% - 76.3%) | 50.0% | 90.0%" in format_table(summary)
+    with pytest.raises(DataError, match="a: the answers before and after are to different cases"):
+        summarise(before, after, prompted[1:])
+
+
+def test_refusals_and_calls_of_pairs_are_counted_by_what_was_meant() -> None:
+    fitting = [("correct", "correct"), ("missed_call", "correct"), ("missed_call", "missed_call"), ("wrong_name",) * 2]
+    unfit = [("correct", "correct"), ("correct", "false_call"), ("correct", "correct"), ("malformed", "malformed")]
+    rows = [make_answer(f"set-{n}", *verdicts) for n, verdicts in enumerate(fitting)]
+    rows += [make_answer(f"set_no_call-{n}", *verdicts) for n, verdicts in enumerate(unfit)]
+    pairs = summarise_pairs([*rows, make_answer("other-0", "missed_call")])
+    assert {key: one if key == "n" else one["successes"] for key, one in pairs["set"].items()} == {
+        "n": 4,
+        "refused": 1,
+        "called": 2,
+        "both_right": 1,
+    }
+    assert "| set | after | 4 | 25.0% (4.6% - 69.9%) | 50.0% " in format_pairs({"after": pairs})
+    assert not format_pairs({"after": {}})
+
+
 def test_only_the_answers_of_the_suites_asked_for_are_compared(tmp_path: Path) -> None:
     for name in ("smoke", "parallel"):
         row = {"id": f"{name}-1", "category": "single", "verdict": "correct"}
@@ -326,6 +375,50 @@ def test_the_draws_do_not_depend_on_the_order_of_sets() -> None:
         for seed in ("1", "2", "3")
     }
     assert len(shown) == 1
+
+
+def make_inputs(tmp_path: Path, **config: Any) -> list[str]:
+    """Return options with rows, and with a model whose config.json has these values."""
+    shutil.copytree(TINY_BASE, tmp_path / "model")
+    raw = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw | config))
+    rows = ["--seal", str(tmp_path), "--glaive", str(tmp_path)]
+    return ["--model", str(tmp_path / "model"), *rows, "--out", str(tmp_path / "out")]
+
+
+def test_a_known_model_needs_no_further_options_and_those_that_are_given_win(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path, model_type="qwen2", hidden_size=896)
+    parser = make_parser("benchmarks.real_model", None)
+    arguments = parser.parse_args(inputs)
+    check_inputs(arguments)
+    config = load_config(arguments.config)
+    assert config.model.path == "hf:Qwen/Qwen2.5-Coder-0.5B-Instruct"
+    assert arguments.chat_template is config.model.chat_template is None
+    mixture = parse_mixture(arguments.mixture)
+    assert 350 < sum(value for value in dataclasses.asdict(mixture).values() if isinstance(value, int)) < 450
+    given = [
+        "--mixture",
+        "no_call=7",
+        "--limit",
+        "3",
+        "--chat-template",
+        "hermes",
+        "--config",
+        "configs/tiny_lora.yaml",
+    ]
+    arguments = parser.parse_args([*inputs, *given])
+    check_inputs(arguments)
+    assert parse_mixture(arguments.mixture) == dataclasses.replace(mixture, no_call=7)
+    assert (arguments.limit, arguments.chat_template, arguments.config.stem) == (3, "hermes", "tiny_lora")
+
+
+def test_the_template_of_a_model_without_settings_is_that_of_the_keys_on_the_command_line(tmp_path: Path) -> None:
+    arguments = make_parser("benchmarks.real_model", None).parse_args(make_inputs(tmp_path))
+    check_inputs(arguments)
+    assert (arguments.config.stem, arguments.chat_template, arguments.limit) == ("gemma3_270m_lora", "hermes", 100)
+    arguments.chat_template, arguments.overrides = None, ["model.chat_template=null"]
+    check_inputs(arguments)
+    assert arguments.chat_template is None
 
 
 def test_a_mixture_names_its_kinds() -> None:

@@ -62,6 +62,7 @@ def public(name: str) -> dict[str, Any]:
 
 ALONE = (1, 1, ("none", 1, 1))
 CASES |= {
+    "qwen2_5_coder_0_5b_lora": Case(public("Qwen/Qwen2.5-Coder-0.5B-Instruct"), 494_032_768, 35_192_832, *ALONE),
     "qwen3_0_6b_lora": Case(public("Qwen/Qwen3-0.6B"), 596_049_920, 20_185_088, *ALONE),
     "qwen3_4b_lora": Case(public("Qwen/Qwen3-4B-Instruct-2507"), 4_022_468_096, 66_060_288, *ALONE),
     "qwen3_8b_lora": Case(public("Qwen/Qwen3-8B"), 8_190_735_360, 87_293_952, *ALONE),

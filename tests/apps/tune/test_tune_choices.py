@@ -51,7 +51,8 @@ def choose(
         ("fctune/assets/tiny_base", "tiny_lora"),
         ("hf:Qwen/Qwen3-8B", "qwen3_8b_lora"),  # the model itself
         ("hf:meta-llama/Llama-3.2-3B-Instruct", "llama3_1_8b_lora"),  # its family's nearest
-        ({"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24}, "qwen3_0_6b_lora"),  # its size's
+        ({"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24}, "qwen2_5_coder_0_5b_lora"),
+        ({"model_type": "mistral", "hidden_size": 896, "num_hidden_layers": 28}, "qwen3_0_6b_lora"),  # its size's
     ],
 )
 def test_the_config_is_that_of_the_model_else_of_its_family_and_size(
