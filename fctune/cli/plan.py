@@ -13,13 +13,15 @@ from fctune.base.terminal import Terminal
 from fctune.cli.parser import add_config_arguments
 from fctune.models.run_config import load_run_config
 
+_GPUS = 8  # of a node, unless options say otherwise
+
 
 def add_commands(commands: Any) -> None:
     """Add ``fctune plan`` to the command."""
     plan = commands.add_parser("plan", help="estimate memory, time and cost of a run; exit 1 if it does not fit")
     add_config_arguments(plan)
     plan.add_argument("--nodes", type=int, default=1, metavar="N", help="default: %(default)s")
-    plan.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8")
+    plan.add_argument("--gpus-per-node", type=int, default=_GPUS, metavar="N", help="default: %(default)s")
     plan.add_argument(
         "--gpu",
         default="h100",
@@ -115,7 +117,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.model is not None and not Path(arguments.model).is_dir():  # before the slow imports
         problems.add(f"--model {arguments.model}: no such directory; pass the one with the model's config.json.")
     name, colon, count = arguments.gpu.partition(":")  # as in sky/*.yaml
-    if colon and not (count.isdecimal() and arguments.gpus_per_node in (None, int(count))):
+    if colon and not (count.isdecimal() and arguments.gpus_per_node in (_GPUS, int(count))):
         problems.add(
             f"--gpu {arguments.gpu}: expected NAME, or NAME:N with the N of --gpus-per-node, if that is given."
         )

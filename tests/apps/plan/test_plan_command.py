@@ -217,7 +217,7 @@ def test_a_closed_pipe_does_not_change_the_exit_code(arguments: list[str], code:
         (["--gpu-memory-gib", "-1"], "--gpu-memory-gib -1: expected a finite number greater than 0."),
         (["--nodes", "0"], "--nodes 0: expected 1 or more."),
         (["--gpu", "h100:x"], "--gpu h100:x: expected NAME, or NAME:N"),
-        (["--gpu", "h100:4", "--gpus", "8"], "--gpu h100:4: expected NAME, or NAME:N with the N of --gpus-per-node"),
+        (["--gpu", "h100:4", "--gpus", "2"], "--gpu h100:4: expected NAME, or NAME:N with the N of --gpus-per-node"),
         (["--gpu", "h100:0"], "--gpus-per-node 0: expected 1 or more."),
         (["--rows", "10"], "--mean-tokens: missing; --rows and --mean-tokens must be given together"),
         (["--rows", "10", "--mean-tokens", "5000"], "--mean-tokens 5000: expected 1 to data.seq_len=4096"),
