@@ -337,8 +337,13 @@ def _load_part(name: str, arguments: argparse.Namespace) -> Part:
     if name == "ifeval":
         return Part(name, [load_suite(find_suite("ifeval"), options={"ifeval_data": arguments.ifeval_data})], [])
     if name == "multi_turn":
-        named = {"categories": ["multi_turn_base"], "options": {"bfcl_data": data}}
-        full = load_suite(find_suite("bfcl"), **named, has_plain_names=is_served, has_multi_turn=True)
+        full = load_suite(
+            find_suite("bfcl"),
+            categories=["multi_turn_base"],
+            options={"bfcl_data": data},
+            has_plain_names=is_served,
+            has_multi_turn=True,
+        )
         dialogues = choose_cases(full.multi_turn, [case.id for case in full.multi_turn], NUM_DIALOGUES)
         return Part(name, [Suite("multi_turn_base", (), full.benchmark, multi_turn=tuple(dialogues))], [])
     if name == "second_engine":  # both engines with the names that servers allow

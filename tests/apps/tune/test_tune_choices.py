@@ -118,7 +118,7 @@ def test_what_the_user_sets_is_never_chosen() -> None:
 def test_a_section_that_the_user_sets_in_part_keeps_the_choices_of_its_other_keys() -> None:
     facts = RowFacts(100, 20_000, 300)
     _, alone = choose("fctune/assets/tiny_base", CPU, facts)
-    config, reasons = choose("fctune/assets/tiny_base", CPU, facts, "lr_scheduler={min_factor: 0.2}", "validation={}")
+    _, reasons = choose("fctune/assets/tiny_base", CPU, facts, "lr_scheduler={min_factor: 0.2}", "validation={}")
     assert reasons["lr_scheduler.min_factor"] == "command line"
     assert reasons["lr_scheduler.warmup"] == alone["lr_scheduler.warmup"]
     assert "validation.every" in alone
