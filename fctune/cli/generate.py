@@ -383,7 +383,7 @@ def _print_report(report: Report, out: Path) -> None:
     if report.unlisted:
         lines.append(
             f"no values for {format_count(len(report.unlisted), 'parameter')} ({', '.join(report.unlisted)}): the "
-            "teacher listed none, so rows that need one fell. Give examples in the schema."
+            "teacher listed none, so rows that need one fell. Give enums, formats or codes in the schema."
         )
     lines += report.describe_secrets()
     lines.append(f"{format_count(len(report.kept), 'row')} in {out}, all outcomes in {log_path(out)}")
