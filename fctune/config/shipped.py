@@ -15,6 +15,7 @@ _BUNDLED = _PACKAGE / "bundled"
 CONFIG_OF_SIZE = {
     "270M": "gemma3_270m_lora",
     "350M": "lfm2_5_350m_lora",
+    "0.5B": "qwen2_5_coder_0_5b_lora",
     "0.6B": "qwen3_0_6b_lora",
     "0.8B": "qwen3_5_0_8b_lora",
     "1B": "llama3_2_1b_qlora",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from fctune.apps.gate import GateReport, run_gate
 from fctune.apps.gate.history import TrainingHistory, find_history
 from fctune.apps.gate.models import GateModel, open_models
 from fctune.base.errors import ConfigError, DataError
+from fctune.base.terminal import Heartbeat
 from fctune.cli import main
 from fctune.cli.gate import print_report
 from fctune.cli.tables import make_console
@@ -143,7 +145,7 @@ def test_answers_of_other_weights_at_the_same_address_are_not_judged(
 def test_a_gate_tells_how_far_each_model_is(
     cases: Path, expected: dict[str, Calls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fctune.apps.gate.models._HEARTBEAT_S", 0.001)
+    monkeypatch.setattr("fctune.apps.gate.models.Heartbeat", functools.partial(Heartbeat, interval_s=0.001))
     lines: list[str] = []
     with serve_rule(expected) as base, serve_rule(expected) as tuned:
         config = GateConfig(benchmarks=[], max_cases=20)
