@@ -12,11 +12,12 @@ Both were chosen once, and only the test measures them, so no setting is chosen 
 their tools or requests. They are natural wordings for tools with descriptions, with reference calls, under licenses
 that permit evaluation, and not the source of any training row:
 
-- ToolAlpaca (Apache-2.0): requests to 21 web APIs, 11 of them real, with all functions of the API on offer.
-- API-Bank (MIT): dialogues written by people, in which values come from several turns or from earlier results.
+- ToolAlpaca (Apache-2.0): requests to 20 web APIs, 10 of them real, with all functions of the API on offer; the
+  requests were drafted by a model.
+- API-Bank (Apache-2.0): annotated dialogues, in which values come from several turns or from earlier results.
 
-Not chosen: RestGPT's sets have no arguments, NexusRaven's are not in its repository, and the Schema-Guided Dialogues
-are a source of training rows.
+Not chosen: RestGPT's sets have no arguments, NexusRaven's own are about three security services, and the Schema-Guided
+Dialogues are a source of training rows.
 
 Answers are judged by the strict typed match. Cases whose reference cannot be that exact are left out and counted: a
 value that neither the conversation nor an enumeration of the schema gives, such as a country's code or an assumed
