@@ -26,6 +26,7 @@ class Prompt:
         seed: Seed of the sampled tokens; None: the engine derives it from its own seed, conversation and sample.
         schema: JSON Schema that a server holds the answer to where it can; others, and engines in process, ignore it.
         choices: Answers to choose from: nothing is generated, and the answer is the most likely of them.
+        is_continued: Another prompt may begin with this one and its answer, so an engine may keep what it has read.
     """
 
     conversation: Conversation
@@ -35,6 +36,7 @@ class Prompt:
     seed: int | None = None
     schema: Mapping[str, Any] | None = None
     choices: tuple[Message, ...] = ()
+    is_continued: bool = False
 
 
 @dataclass(frozen=True, slots=True)

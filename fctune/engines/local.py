@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from fctune.engines.decoding import AnswerDecoder, find_stop_ids
 from fctune.engines.engine import Answer, AnswerTokens, ChoiceScore, Prompt, Sampling
 from fctune.engines.model_files import ModelFiles
 from fctune.models.hub import digest_model
+from fctune.runs.device import total_memory
+
+if TYPE_CHECKING:
+    from fctune.models.transformers.prefix_cache import PrefixCache
 
 _NUM_SHOWN = 3
 
@@ -40,6 +44,7 @@ class LocalEngine:
         template_args: Switches of the chat template for every prompt, over those recorded with the model.
         chat_template: Template in place of the one in the adapter's directory, or in the model's, if any.
         keeps_tokens: Answers have their ``tokens``.
+        reuses_prefixes: Keep what was read of conversations for their next prompts, in a quarter of the memory.
 
     Raises:
         ConfigError: The directory is missing or broken, or has no tokenizer or chat template.
@@ -58,6 +63,7 @@ class LocalEngine:
         template_args: dict[str, Any] | None = None,
         chat_template: ChosenTemplate | None = None,
         keeps_tokens: bool = False,
+        reuses_prefixes: bool = True,
     ):
         self.model_dir = Path(model_dir)
         self.adapter_dir = Path(adapter_dir) if adapter_dir is not None else None
@@ -70,6 +76,8 @@ class LocalEngine:
         self.batch_size = batch_size
         self.sampling = sampling or Sampling()
         self._keeps_tokens = keeps_tokens
+        self._reuses_prefixes = reuses_prefixes
+        self._prefixes: PrefixCache | None = None
         self.decoder = AnswerDecoder(self.template)
         self.model: Any = None
         self.version = 0
@@ -79,12 +87,15 @@ class LocalEngine:
 
     def publish(self, policy: Any, version: int) -> None:
         """Generate with this transformers model from now on."""
+        from fctune.models.transformers.prefix_cache import PrefixCache
+
         self.model, self.version = policy.to(self.device), version
+        self._prefixes = PrefixCache(self.model, total_memory(self.device, 1) // 4)
         self.stop_ids = find_stop_ids(policy.generation_config.eos_token_id, self.template)
 
     def close(self) -> None:
         """Release the model, so that its memory can be freed."""
-        self.model = None
+        self.model = self._prefixes = None
 
     def describe(self) -> dict[str, Any]:
         """Return paths and digests of the model, its adapter and its chosen template, and the sampling settings."""
@@ -106,7 +117,8 @@ class LocalEngine:
             DataError: No prompt can be answered: the template refuses them, or they leave no room for an answer within
                 the model's positions. If that holds for some prompts only, their answers are errors.
         """
-        assert self.model is not None, "nothing was published"
+        prefixes = self._prefixes
+        assert prefixes is not None, "nothing was published"
         encoded, choices, refused = self._encode(prompts)
         if refused and not encoded and not choices:
             shown = "\n".join(
@@ -120,13 +132,20 @@ class LocalEngine:
         for index, sequences in choices.items():
             yield self._choose(index, prompts[index], sequences)
         seeds = {i: self._seed(prompts[i]) for i in encoded}
-        waiting = sorted(encoded, key=lambda i: -len(encoded[i]))
+        can_keep = self._reuses_prefixes and prefixes.can_continue
+        kept = {i for i in encoded if can_keep and prompts[i].is_continued and len(encoded[i]) > 1}
+        prefixes.retain([encoded[i] for i in kept])
+        waiting = sorted(encoded, key=lambda i: (i in kept, -len(encoded[i])))
         while waiting:
-            batch = waiting[: self.batch_size]
+            batch = [i for i in waiting[: self.batch_size] if (i in kept) == (waiting[0] in kept)]
             try:
                 limit = max(prompts[i].max_new_tokens for i in batch)
-                continued = self.continue_tokens([encoded[i] for i in batch], [seeds[i] for i in batch], limit)
+                asked = [encoded[i] for i in batch], [seeds[i] for i in batch]
+                continued = self.continue_tokens(*asked, limit, keeps_prefixes=batch[0] in kept)
             except torch.OutOfMemoryError as error:
+                if prefixes:
+                    prefixes.retain(())
+                    continue
                 if len(batch) > 1:
                     self.batch_size = max(1, len(batch) // 2)
                     continue
@@ -138,8 +157,16 @@ class LocalEngine:
             waiting = waiting[len(batch) :]
 
     def generate(self, encoded: list[list[int]], max_new_tokens: int, **options: Any) -> Tensor:
-        """Return the token ids ``[b, s]`` that the model generates after each prompt, padded after its last."""
+        """Return the token ids ``[b, s]`` that the model generates after each prompt, padded after its last.
+
+        A long prompt is read in several passes, unless the model carries a state along it.
+        """
+        from fctune.models.transformers.prefix_cache import choose_chunk
+
         width = max(map(len, encoded))
+        assert self._prefixes is not None, "nothing was published"
+        if self._prefixes.can_continue and (chunk := choose_chunk(len(encoded), width)) < width:
+            options["prefill_chunk_size"] = chunk
         pad = self.template.tokenizer.pad_token_id
         pad = min(self.stop_ids) if pad is None else pad
         tokens = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=self.device)
@@ -221,13 +248,16 @@ class LocalEngine:
                 encoded[index] = ids
         return encoded, choices, refused
 
-    def continue_tokens(self, encoded: list[list[int]], seeds: list[int], max_new_tokens: int) -> list[AnswerTokens]:
+    def continue_tokens(
+        self, encoded: list[list[int]], seeds: list[int], max_new_tokens: int, keeps_prefixes: bool = False
+    ) -> list[AnswerTokens]:
         """Continue a batch of prompts; without its stop token, a continuation was cut off.
 
         Args:
             encoded: Token ids of each prompt.
             seeds: Seed of each continuation, for temperatures above 0.
             max_new_tokens: Limit of tokens.
+            keeps_prefixes: Keep what is read and generated for the next prompts of these conversations.
 
         Returns:
             The ids with their log-probabilities; without these unless the engine keeps tokens.
@@ -238,12 +268,18 @@ class LocalEngine:
         processors: list[Any] = [record] if record is not None else []
         if self.sampling.temperature > 0:
             processors.append(GumbelNoise(self.sampling.temperature, seeds))
-        generated = self.generate(encoded, max_new_tokens, logits_processor=LogitsProcessorList(processors))
+        options: dict[str, Any] = {"logits_processor": LogitsProcessorList(processors)}
+        prefixes = self._prefixes if keeps_prefixes else None
+        if prefixes is not None:
+            options["past_key_values"] = prefixes.read(encoded)
+        generated = self.generate(encoded, max_new_tokens, **options)
         logprobs = record.finish(generated).tolist() if record is not None else [()] * len(encoded)
         continued = []
         for prompt, row, row_logprobs in zip(encoded, generated.tolist(), logprobs, strict=True):
             end = next((i + 1 for i, token in enumerate(row) if token in self.stop_ids), len(row))
             continued.append(AnswerTokens(tuple(prompt), tuple(row[:end]), tuple(row_logprobs[:end])))
+        if prefixes is not None:
+            prefixes.keep(options["past_key_values"], encoded, [tokens.ids for tokens in continued])
         return continued
 
     def _seed(self, prompt: Prompt) -> int:

@@ -290,16 +290,17 @@ class EpisodeRunner:
             episode.fail(f"{num_tokens:,} prompt tokens leave no room within {most:,}")
 
     def _to_prompt(self, episode: Episode) -> Prompt:
-        limits = self._limits
+        limits, state = self._limits, episode.state
+        is_continued = state.is_dialogue and len(episode.steps) + 1 != limits.max_turns
         if episode.tokens is None:
-            choices = episode.state.choices
-            return Prompt(episode.conversation, limits.max_new_tokens, episode.task.sample, choices=choices)
+            options: dict[str, Any] = {"choices": state.choices, "is_continued": is_continued}
+            return Prompt(episode.conversation, limits.max_new_tokens, episode.task.sample, **options)
         ids = episode.tokens.context
         room = min(limits.max_new_tokens, limits.max_tokens - len(ids))
         assert episode.seed is not None, "an episode that is kept as token ids has a seed"
         # An episode of one answer uses its seed as it is.
         seed = episode.seed if limits.max_turns is None else make_seed(episode.seed, len(episode.steps))
-        return Prompt(episode.state.prompt, room, episode.sample, ids, seed)
+        return Prompt(state.prompt, room, episode.sample, ids, seed, is_continued=is_continued)
 
     def _answer(self, prompts: Sequence[Prompt], is_first: bool) -> Iterator[Answer]:
         """Answer each prompt; if the engine raises because it cannot answer any, each gets that error."""

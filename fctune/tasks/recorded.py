@@ -98,6 +98,8 @@ class RecordedTask(Task):
 class _RecordedState(TaskState):
     """A row, up to the first turn in which the policy deviates from it."""
 
+    is_dialogue = True
+
     def __init__(self, row: Conversation):
         start = _find_start(row)
         assert start is not None

@@ -98,7 +98,10 @@ class TaskState:
     Attributes:
         prompt: The conversation up to where the model acts first.
         choices: Answers that the model chooses from by their likelihood; none: it writes its own.
+        is_dialogue: Further answers may be asked for after the first.
     """
+
+    is_dialogue: ClassVar[bool] = False
 
     def __init__(self, prompt: Conversation, choices: tuple[Message, ...] = ()):
         self.prompt, self.choices = prompt, choices
@@ -309,6 +312,8 @@ class MultiTurnState(TaskState):
     Attributes:
         turns: The steps of each turn that has begun.
     """
+
+    is_dialogue = True
 
     def __init__(self, case: MultiTurnCase):
         super().__init__(Conversation(case.turns[0].messages, case.turns[0].tools, case.id))

@@ -128,6 +128,7 @@ class PolicyTasks(TrainingData):
             template_args=planned.config.model.template_args,
             chat_template=planned.chat_template,
             keeps_tokens=True,
+            reuses_prefixes=False,  # the memory is that of the training state
         )
         # Of the base, apart from those of the template.
         eos_ids = sorted(read_eos_ids(model_dir, has_fallback=True))

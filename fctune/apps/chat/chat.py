@@ -82,6 +82,7 @@ class _ChatTurn(Task, TaskState):
     """A turn of the user, whose calls a person answers."""
 
     id = category = "chat"
+    is_dialogue = True
 
     def __init__(self, prompt: Conversation, respond: Callable[[Step], Sequence[str]]):
         TaskState.__init__(self, prompt)

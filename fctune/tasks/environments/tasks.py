@@ -123,6 +123,8 @@ class EnvironmentTask(Task):
 class _EnvironmentState(TaskState):
     """One episode of a task."""
 
+    is_dialogue = True
+
     def __init__(self, host: EnvironmentHost, task: CheckedTask):
         spec = task.spec
         system = (Message("system", spec.system),) if spec.system is not None else ()
