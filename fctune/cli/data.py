@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fctune.config.schema import RunConfig
+    from fctune.data.chunk_encoder import Counts
     from fctune.data.prepared_set import PreparedSet
 
 
@@ -64,7 +65,10 @@ def _add_check(data: Any) -> None:
     check.add_argument("--tokenizer", metavar="DIR", help="model directory; count tokens and supervised tokens")
     _add_template_arguments(check)
     check.add_argument(
-        "--seq-len", type=int, metavar="N", help="count conversations longer than N tokens; needs --tokenizer"
+        "--seq-len",
+        type=_to_seq_len,
+        metavar="N",
+        help="count conversations longer than N tokens; auto: than data.seq_len=auto chooses; needs --tokenizer",
     )
     check.add_argument(
         "--validation", nargs="+", default=[], metavar="PATH", help="held-out rows to search for overlap"
@@ -86,6 +90,10 @@ def _add_check(data: Any) -> None:
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     check.add_argument("--html", type=Path, metavar="FILE", help="write the report as one self-contained page")
     check.set_defaults(run=_check_data)
+
+
+def _to_seq_len(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _add_show(data: Any) -> None:
@@ -171,13 +179,20 @@ def _check_data(arguments: argparse.Namespace) -> int:
     chosen = _read_template(arguments)
     columns, tools = read_columns(arguments), read_tool_files(arguments.tools)
     encode: Encode | None = None
+    seq_len, max_tokens, lengths = arguments.seq_len, 0, None
     supervised: set[int] = set()
     template: ChatTemplate | None = None
     if arguments.tokenizer is not None:
+        from fctune.data.row_lengths import RowLengths, choose_seq_len, find_longest_row
         from fctune.data.sources import has_reasoning_rows
         from fctune.models.hub import resolve_model_dir
+        from fctune.models.sources import read_architecture
 
-        model_dir = resolve_model_dir(arguments.tokenizer)
+        model_dir, lengths = resolve_model_dir(arguments.tokenizer), RowLengths()
+        add_length = lengths.add_samples
+        if seq_len == "auto":
+            max_tokens = read_architecture(model_dir).max_position_embeddings
+            seq_len = find_longest_row(max_tokens)  # what it would lose is measured row by row
         template = ChatTemplate(model_dir, _read_supervision(arguments), arguments.template_args, chosen)
         sources = [(path, arguments.format) for path in arguments.paths]
         selection = read_selection(arguments)
@@ -187,6 +202,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
             samples = template.encode(conversation)
             for sample in samples:
                 supervised.update(t for t, weight in zip(sample.tokens, sample.weights, strict=True) if weight > 0)
+            add_length(samples)
             return sum(len(sample.tokens) for sample in samples), sum(sample.num_supervised for sample in samples)
 
         encode = count
@@ -197,7 +213,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
             row_format=arguments.format,
             max_samples=arguments.max_samples,
             encode=encode,
-            seq_len=arguments.seq_len,
+            seq_len=seq_len,
             validation=arguments.validation,
             eval_suites=arguments.eval_suite,
             on_progress=lambda rows: status.update(f"{rows:,} rows read"),
@@ -208,7 +224,13 @@ def _check_data(arguments: argparse.Namespace) -> int:
             secrets=arguments.secrets,
             tools=tools,
         )
+    reason = ""
+    if max_tokens and report.tokens is not None and lengths is not None and lengths.counts:
+        report.tokens.seq_len, reason = choose_seq_len(lengths, max_tokens)
+        reason = f"data.seq_len: auto is {report.tokens.seq_len:,} tokens where they fit in memory ({reason})"
     console.print(report.render_text())
+    if reason:
+        console.print(reason, highlight=False, soft_wrap=True)
     if template is not None:
         from fctune.models.token_choice import check_tokens
 
@@ -302,12 +324,22 @@ def prepare_rows(config: RunConfig, console: Console) -> PreparedSet:
     from fctune.data.chosen_template import read_chosen_template
     from fctune.data.prepared_set import prepare
 
+    base = resolve_base(config)
     with console.status("preparing") as status:
+
+        def show(counts: Counts) -> None:
+            status.update(f"{counts.rows:,} rows read")
+
+        if not isinstance(config.data.seq_len, int):
+            from fctune.parallel.search import prepare_seq_len
+
+            config, note = prepare_seq_len(config, base, show)
+            console.print(note, highlight=False, soft_wrap=True)
         return prepare(
             config.data,
-            resolve_base(config),
+            base,
             prepared_root(config),
-            lambda counts: status.update(f"{counts.rows:,} rows read"),
+            show,
             config.model.template_args,
             read_chosen_template(config.model),
         )

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fctune.data.check import Report
     from fctune.data.conversation import Conversation
     from fctune.data.prepared_set import PreparedSet
+    from fctune.data.row_lengths import RowLengths
     from fctune.tasks.task import Case
 
 _TINY = "fctune/assets/tiny_base"
@@ -311,11 +312,12 @@ class _Tune:
 
     def check(self, found: dict[str, Any]) -> dict[str, Any]:
         """Check the model and every row; refuse what cannot be trained on."""
-        from fctune.apps.tune.choices import MIN_SEQ_LEN, format_weights
+        from fctune.apps.tune.choices import format_weights
         from fctune.apps.tune.rows import RowSurvey, add_tools, require_trainable
         from fctune.apps.tune.trial import TOOLS, render_tools
         from fctune.data.conversation import Conversation
         from fctune.data.redaction import Redactor
+        from fctune.data.row_lengths import MIN_SEQ_LEN
         from fctune.models.architecture import count_weights
         from fctune.models.planned_model import find_architecture
 
@@ -327,10 +329,7 @@ class _Tune:
                 "yellow",
             )
         self.say(f"  machine: {self.machine.describe()}")
-        least = self._draft(architecture)  # before anything is downloaded
-        least.choose("data.seq_len", MIN_SEQ_LEN, "the least")
-        least.choose("global_batch_size", self.machine.num_processes, "the least")
-        self._require_fit(architecture, None, least)
+        self._require_fit(architecture, None, self._draft_least(architecture, MIN_SEQ_LEN))  # before any download
         if self.options.tools:
             self.sources = add_tools(self.sources, self.options, self.out / _ROWS, lambda line: self.say(f"  {line}"))
         draft = self._draft(architecture)
@@ -345,7 +344,10 @@ class _Tune:
         require_trainable(report, self.options)
         tokens = report.tokens
         assert tokens is not None
-        facts = {"conversations": report.conversations, "tokens": tokens.total, "longest": tokens.lengths.max}
+        facts: dict[str, Any] = {"conversations": report.conversations, "tokens": tokens.total}
+        facts["longest"] = survey.lengths.longest
+        if not draft.is_given("data.seq_len"):
+            facts["seq_len"], facts["length_reason"] = self._choose_seq_len(architecture, survey.lengths)
         facts |= {"no_calls": report.classes.get("no_call", 0), "no_tools": report.classes.get("no_tools", 0)}
         facts |= {"requests": len(survey.requests.found), "no_call_requests": len(survey.requests.no_call)}
         tools_seen = tuple(survey.tools.values())
@@ -357,6 +359,28 @@ class _Tune:
         self.say(f"  tools: {len(survey.tools):,}, in {path}{others}")
         tools = {"count": len(survey.tools), "most_offered": survey.most_offered}
         return {"sources": [source.path for source in self.sources], "facts": facts, "tools": tools}
+
+    def _choose_seq_len(self, architecture: Any, lengths: RowLengths) -> tuple[int, str]:
+        """Choose the length of a training row by the rows and by what fits in this machine; returns it with the reason.
+
+        It is kept from here on, as rows are prepared and memory is planned by it.
+        """
+        from fctune.apps.tune.choices import fit_config
+        from fctune.data.row_lengths import choose_seq_len
+
+        def find_obstacle(tokens: int) -> str | None:
+            fits = fit_config(self._draft_least(architecture, tokens), architecture, None, self.machine) is not None
+            return None if fits else f"rows of {tokens:,} tokens do not fit in this machine's memory"
+
+        with self.console.status("planning"):
+            return choose_seq_len(lengths, architecture.max_position_embeddings, find_obstacle=find_obstacle)
+
+    def _draft_least(self, architecture: Any, seq_len: int) -> Draft:
+        """Draft the config that takes the least memory with rows of a length, unless the user gave another."""
+        draft = self._draft(architecture)
+        draft.choose("data.seq_len", seq_len, "the least")
+        draft.choose("global_batch_size", self.machine.num_processes, "the least")
+        return draft
 
     def _draft(self, architecture: Any) -> Draft:
         """Draft the config without what depends on the rows."""
@@ -539,7 +563,7 @@ class _Tune:
         remedy = f"Choose a smaller model: {smallest}; or" if smaller else "Use"
         raise ConfigError(
             f"--model {self.model}: {format_weights(count_weights(architecture))} weights do not fit in this machine "
-            f"({self.machine.describe()}) with rows of {draft.parse().data.seq_len:,} tokens, whatever the layout. "
+            f"({self.machine.describe()}) with rows of {draft.parse().data.row_tokens:,} tokens, whatever the layout. "
             f"{remedy} a machine with more or larger GPUs (docs/clusters.md)."
         )
 

@@ -57,8 +57,10 @@ class Range:
             and (self.lt is None or value < self.lt)
         )
 
-    def find_problems(self, key: str, value: float | list[float], null: str) -> list[str]:
-        """Check a number, or each number of a list."""
+    def find_problems(self, key: str, value: float | str | list[float], null: str) -> list[str]:
+        """Check a number, or each number of a list; a word in place of a number is in the field's type."""
+        if isinstance(value, str):
+            return []
         if isinstance(value, list):
             return [p for i, item in enumerate(value) for p in self.find_problems(f"{key}.{i}", item, null)]
         return [] if self.contains(value) else [f"{key}={value}: expected {self.describe()}{null}"]

@@ -187,10 +187,16 @@ def _parse_union(arms: tuple[Any, ...], value: Any, where: str, problems: list[s
     """Parse a value as the type that fits it, or else as the first one."""
     matching = [arm for arm in arms if (get_origin(arm) is list) == isinstance(value, list)] or arms
     num_so_far = len(problems)
+    words = [word for arm in matching if get_origin(arm) is Literal for word in get_args(arm)]
+    if len(matching) > 1 and value in words:
+        return value
     arm = type(value) if type(value) in matching else matching[0]
     parsed = _parse_value(arm, value, where, problems, context)
-    if len(arms) > len(matching) and len(problems) > num_so_far and not isinstance(value, list):
-        problems[-1] += ", or a list"
+    if len(problems) > num_so_far:
+        if len(arms) > len(matching) and not isinstance(value, list):
+            problems[-1] += ", or a list"
+        elif len(matching) > 1 and words:
+            problems[-1] += f", or {' or '.join(words)}"
     return parsed
 
 

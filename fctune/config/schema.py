@@ -179,11 +179,12 @@ class RunConfig:
                 f"precision={self.precision}: is for training all weights; with adapters use bf16, which keeps them in "
                 "float32, and adapter.base for the storage of the frozen base",
             )
-        if self.precision in ("float8", "float8_mixed") and self.data.seq_len % 16:
+        length = self.data.seq_len
+        if self.precision in ("float8", "float8_mixed") and isinstance(length, int) and length % 16:
             problems.add(
                 ("data", "precision"),
-                f"data.seq_len={self.data.seq_len}: float8 products need a multiple of 16 tokens, and "
-                f"precision={self.precision}; use {self.data.seq_len // 16 * 16 or 16}",
+                f"data.seq_len={length}: float8 products need a multiple of 16 tokens, and "
+                f"precision={self.precision}; use {length // 16 * 16 or 16}",
             )
         if self.parallel.expert > 1:
             key = f"parallel.expert={self.parallel.expert}"
@@ -281,7 +282,13 @@ class RunConfig:
                 f"adapter.dropout={self.adapter.dropout:g}: answers are generated without dropout, so their "
                 "log-probabilities would be another model's; set adapter.dropout=0",
             )
-        if self.grpo.max_new_tokens >= self.data.seq_len:
+        if not isinstance(self.data.seq_len, int):
+            problems.add(
+                ("grpo", "data"),
+                f"data.seq_len={self.data.seq_len}: is chosen from training rows, and a run with grpo has none; set a "
+                "number of tokens",
+            )
+        elif self.grpo.max_new_tokens >= self.data.seq_len:
             problems.add(
                 ("grpo", "data"),
                 f"grpo.max_new_tokens={self.grpo.max_new_tokens}: prompt and answer must fit in data.seq_len="

@@ -149,7 +149,7 @@ class EncodedChunk:
     Flat over t tokens: ``tokens`` ``[t]`` int32 and their loss ``weights`` ``[t]`` float32. By sample: ``lengths``
     ``[n]`` int64, the ``digests`` ``[n]`` uint64 of its conversation, ``splits`` ``[n]`` uint64, of which those that
     are equal share a split, ``repeats`` ``[n]`` int64, its number per epoch, and ``kinds`` ``[n]`` uint16, how it was
-    augmented (``KIND_BITS``).
+    augmented (``KIND_BITS``). By conversation or pair: the number of its ``samples``.
     """
 
     tokens: NDArray[np.int32]
@@ -159,6 +159,7 @@ class EncodedChunk:
     splits: NDArray[np.uint64]
     repeats: NDArray[np.int64]
     kinds: NDArray[np.uint16]
+    samples: NDArray[np.int64]
     counts: Counts
     defects: list[Defect]
     source: int = 0  # index in the config's sources
@@ -179,9 +180,11 @@ class _Buffers:
     splits: array[int] = field(default_factory=lambda: array("Q"))
     repeats: array[int] = field(default_factory=lambda: array("q"))
     kinds: array[int] = field(default_factory=lambda: array("H"))
+    samples: array[int] = field(default_factory=lambda: array("q"))
 
     def add(self, samples: list[Encoded], digest: str, split: int, repeats: int, kinds: int) -> None:
         """Append the samples of a conversation."""
+        self.samples.append(len(samples))
         for sample in samples:
             self.tokens.extend(sample.token_array)
             self.weights.extend(sample.weight_array)
@@ -296,6 +299,7 @@ class ChunkEncoder:
             np.frombuffer(buffers.splits, np.uint64),
             np.frombuffer(buffers.repeats, np.int64),
             np.frombuffer(buffers.kinds, np.uint16),
+            np.frombuffer(buffers.samples, np.int64),
             counts,
             defects,
             chunk.source,
@@ -346,7 +350,7 @@ class ChunkEncoder:
         except DataError:
             self.augmenter.leave_out(form, "not rendered by the chat template")
             return None
-        if measure(samples) > self.config.seq_len:
+        if measure(samples) > self.config.row_tokens:
             self.augmenter.leave_out(form, "longer than data.seq_len")
         elif not any(sample.is_supervised for sample in samples):
             self.augmenter.leave_out(form, "no supervised tokens")
@@ -359,20 +363,20 @@ class ChunkEncoder:
         is_pair = isinstance(item, Pair)
         samples = encode_pair(item, self.encoder) if isinstance(item, Pair) else self.encoder.encode(item)
         longest = sum(len(sample.token_array) for sample in samples) if is_pair else measure(samples)
-        if longest <= self.config.seq_len:
+        if longest <= self.config.row_tokens:
             return samples
         if self.config.overlong == "fail":
             raise _OverlongError(
                 f"{format_count(longest, 'token')}{' of both answers' if is_pair else ''}, over "
-                f"data.seq_len={self.config.seq_len}; raise it, or set data.overlong to "
+                f"data.seq_len={self.config.row_tokens}; raise it, or set data.overlong to "
                 f"{'drop' if is_pair else 'split_turns, cut or drop'}"
             )
         shorter: list[Encoded] | None = None
         if isinstance(item, Conversation) and self.config.overlong == "cut":
-            shorter = cut_conversation(item, self.encoder, self.config.seq_len)
+            shorter = cut_conversation(item, self.encoder, self.config.row_tokens)
             counts.cut += shorter is not None
         elif isinstance(item, Conversation) and self.config.overlong == "split_turns":
-            parts = split_conversation(item, self.encoder, self.config.seq_len)
+            parts = split_conversation(item, self.encoder, self.config.row_tokens)
             shorter = parts.samples or None
             counts.split += shorter is not None
             counts.parts += len(parts.conversations)

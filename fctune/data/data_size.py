@@ -100,13 +100,20 @@ def find_run_length(config: RunConfig) -> RunLength | None:
 
 
 def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSet, str] | None:
-    """Find the prepared set of a config, with a phrase that says how certain the match is.
-
-    A set's name is the fingerprint of all its inputs, including the model's tokenizer. Without the tokenizer, the
-    newest set with the same settings is taken.
+    """Find the prepared set of a config, with a phrase that says how certain the match is; None if there is none.
 
     Raises:
         DataError: The set is damaged.
+    """
+    found = find_set(config, model_dir) if isinstance(config.data.seq_len, int) else None
+    return None if found is None else (open_prepared(found[0]), found[1])
+
+
+def find_set(config: RunConfig, model_dir: Path | None) -> tuple[Path, str] | None:
+    """Find the directory of a prepared set; see ``find_prepared``.
+
+    A set's name is the fingerprint of all its inputs, including the model's tokenizer. Without the tokenizer, the
+    newest set with the same settings is taken.
     """
     root = prepared_root(config)
     sets = sorted(root.glob("*/meta.json"))
@@ -120,11 +127,11 @@ def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSe
                 return None
         chosen = read_chosen_template(config.model)
         name, _ = fingerprint_inputs(config.data, model_dir, digests, config.model.template_args, chosen)
-        return (open_prepared(root / name), "counted in") if (root / name / "meta.json").is_file() else None
+        return (root / name, "counted in") if (root / name / "meta.json").is_file() else None
     if not candidates:
         return None
     newest = max(candidates, key=lambda meta: meta.stat().st_mtime).parent
-    return open_prepared(newest), "counted, without the model's tokenizer to confirm the match, in"
+    return newest, "counted, without the model's tokenizer to confirm the match, in"
 
 
 def _count_unread(config: RunConfig, digests: FileDigests) -> int:
@@ -185,7 +192,7 @@ def _count_unpacked(lengths: NDArray[np.int64], config: RunConfig, world_size: i
     steps = -np.sort(-steps, axis=1)
     steps = np.pad(steps, ((0, 0), (0, -batch % round_size)))
     rounds = steps.reshape(-1, config.micro_batch_size, world_size)  # one column per rank
-    longest = np.minimum(np.ceil(rounds[:, 0] / ROW_MULTIPLE) * ROW_MULTIPLE, config.data.seq_len)
+    longest = np.minimum(np.ceil(rounds[:, 0] / ROW_MULTIPLE) * ROW_MULTIPLE, config.data.row_tokens)
     return int((longest * (rounds > 0).sum(axis=1)).sum())
 
 
@@ -193,15 +200,15 @@ def _estimate(config: RunConfig, rows: int, mean_tokens: float) -> DataSize:
     data = config.data
     if rows < 1:
         raise ConfigError(f"--rows {rows}: expected 1 or more.")
-    if not 1 <= mean_tokens <= data.seq_len:
+    if not 1 <= mean_tokens <= data.row_tokens:
         raise ConfigError(
-            f"--mean-tokens {mean_tokens:g}: expected 1 to data.seq_len={data.seq_len}; longer rows are dropped."
+            f"--mean-tokens {mean_tokens:g}: expected 1 to data.seq_len={data.row_tokens}; longer rows are dropped."
         )
     read = rows if data.max_samples is None else min(rows, data.max_samples * len(data.sources))
     kept = max(1, round(read * (1 - data.validation_share)))
     tokens = int(kept * mean_tokens)
-    packs = math.ceil(tokens / (data.seq_len * _PACKED_SHARE)) if data.packed else kept
-    slots = packs * data.seq_len if data.packed or data.pad_to == "seq_len" else tokens
+    packs = math.ceil(tokens / (data.row_tokens * _PACKED_SHARE)) if data.packed else kept
+    slots = packs * data.row_tokens if data.packed or data.pad_to == "seq_len" else tokens
     described = (
         f"given: {format_count(rows, 'row')} of {mean_tokens:g} tokens, {_SUPERVISED_SHARE:.0%} supervised (assumed)"
     )

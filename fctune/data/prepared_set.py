@@ -149,21 +149,8 @@ def prepare(
     digests = FileDigests(root / "file_digests.json")
     name, inputs = fingerprint_inputs(config, model_dir, digests, template_args, chat_template)
     path = root / name
-    if not (path / "meta.json").is_file():
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            with hold_lock(root / f".{name}.lock", json.dumps(_describe_writer(config)), _warn_of_wait):
-                if not (path / "meta.json").is_file():
-                    # Containers that share a disk may have equal process IDs, and not see each other's locks.
-                    with staged_directory(path, suffix=uuid.uuid4().hex[:8]) as staging:
-                        _write(config, model_dir, staging, name, inputs, on_progress, chat_template)
-        except OSError as error:
-            raise DataError(
-                f"{root}: cannot write the prepared set ({error.strerror or error}). "
-                "Free some space, or choose another directory with data.prepared_dir."
-            ) from None
+    write_once(path, config, lambda folder: _write(config, model_dir, folder, name, inputs, on_progress, chat_template))
     digests.save()
-    os.utime(path)  # last use, for `fctune clean`
     prepared = open_prepared(path)
     _check_invalid_share(prepared.sources, config.max_invalid_share)
     if config.secrets == "fail" and prepared.secrets.kinds:
@@ -172,6 +159,34 @@ def prepare(
             "check` lists the places. Remove them, or set data.secrets=redact, which replaces them by placeholders."
         )
     return prepared
+
+
+def write_once(path: Path, config: DataConfig, write: Callable[[Path], None]) -> None:
+    """Have a directory of a config's rows written, unless it has a meta.json; of several processes, by one.
+
+    Args:
+        path: The directory, next to others of its kind.
+        config: Names the sources.
+        write: Writes a directory with a meta.json.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    try:
+        if not (path / "meta.json").is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.with_name(f".{path.name}.lock")
+            with hold_lock(lock, json.dumps(_describe_writer(config)), _warn_of_wait):
+                if not (path / "meta.json").is_file():
+                    # Containers that share a disk may have equal process IDs, and not see each other's locks.
+                    with staged_directory(path, suffix=uuid.uuid4().hex[:8]) as staging:
+                        write(staging)
+    except OSError as error:
+        raise DataError(
+            f"{path.parent}: cannot write the prepared set ({error.strerror or error}). "
+            "Free some space, or choose another directory with data.prepared_dir."
+        ) from None
+    os.utime(path)  # last use, for `fctune clean`
 
 
 def find_writer(config: DataConfig, root: Path) -> str | None:
@@ -467,7 +482,7 @@ def _pack(
     if not config.packed:
         return indices, np.arange(len(indices) + 1)
     units = indices.reshape(-1, 2 if config.pairs else 1)  # samples that stay together
-    packs = pack_best_fit(lengths[units].sum(axis=1), config.seq_len)
+    packs = pack_best_fit(lengths[units].sum(axis=1), config.row_tokens)
     flat = np.fromiter((i for pack in packs for i in pack), dtype=np.int64, count=len(units))
     ends = np.cumsum([0, *(len(pack) * units.shape[1] for pack in packs)], dtype=np.int64)
     return units[flat].ravel(), ends
@@ -480,7 +495,7 @@ def _explain_no_rows(counts: Counts, config: DataConfig) -> str:
             f"{count:,} {what}"
             for count, what in (
                 (counts.invalid, "invalid"),
-                (counts.overlong, f"longer than data.seq_len={config.seq_len}"),
+                (counts.overlong, f"longer than data.seq_len={config.row_tokens}"),
                 (counts.unsupervised, f"without supervised tokens under data.train_on={config.train_on}"),
                 (counts.conversations, f"in the validation split (data.validation_share={config.validation_share})"),
             )

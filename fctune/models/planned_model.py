@@ -89,16 +89,17 @@ def shape_model(
     architecture: Architecture,
     attention_kernel: AttentionKernel | None = None,
     token_ids: Sequence[int] = (),
+    device_type: str = "cuda",
 ) -> CausalLM:
-    """Build the model of a run on CUDA, adapters and trained token rows included, on the meta device.
+    """Build the model of a run on a type of device, adapters and trained token rows included, on the meta device.
 
     Without an attention kernel, the model is to be counted only, and may be one that cannot run.
     """
-    precision = choose_precision(config.precision, config.adapter is not None, "cuda")
+    precision = choose_precision(config.precision, config.adapter is not None, device_type)
     if attention_kernel is None:
-        model = build_shapes(architecture, config.data.seq_len, precision)
+        model = build_shapes(architecture, config.data.row_tokens, precision)
     else:
-        model = build_model(architecture, config.data.seq_len, precision, attention_kernel)
+        model = build_model(architecture, config.data.row_tokens, precision, attention_kernel)
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
         train_tokens_(model, token_ids)

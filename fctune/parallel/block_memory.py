@@ -224,7 +224,7 @@ def trace_blocks(a: Architecture, config: RunConfig, width: int) -> TracedBlocks
         config: Config of the run.
         width: Bytes per element in the compute dtype.
     """
-    model = build_shapes(a, config.data.seq_len, PrecisionPolicy.uniform(_DTYPES[width]))
+    model = build_shapes(a, config.data.row_tokens, PrecisionPolicy.uniform(_DTYPES[width]))
     kinds = model.block_kinds()
     if config.adapter is not None:
         apply_lora_(model, replace(config.adapter, base="bf16"))  # quantised weights keep the same activations

@@ -345,7 +345,7 @@ class _Timeline:
         # Weights are gathered and gradients reduced block by block, as FSDP2 does.
         is_sharded = setting.mode in ("fsdp", "hsdp")
         self.is_unit = is_sharded or memory.precision.is_mixed or config.parallel.cpu_offload
-        self.tokens = setting.micro_batch_size * math.ceil(config.data.seq_len / setting.context)
+        self.tokens = setting.micro_batch_size * math.ceil(config.data.row_tokens / setting.context)
         self.num_blocks = len(memory.blocks)
         kept = work.kept_policy_op if config.activation_checkpointing.policy == "op" else work.kept_policy_block
         chosen = [is_checkpointed(index, setting.fraction) for index in range(self.num_blocks)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,16 @@ from fctune.base.errors import ConfigError
 from fctune.base.gpus import Gpu
 from fctune.config.fields import SectionProblems
 from fctune.config.schema import RunConfig
+from fctune.data.chunk_encoder import Counts
 from fctune.data.data_size import measure_data
 from fctune.data.prepared_set import resolve_batch_size
+from fctune.data.row_lengths import RowLengths, choose_seq_len, measure_lengths
 from fctune.models.architecture import Architecture
 from fctune.models.planned_model import extend_architecture, find_architecture, find_planned_tokens, shape_model
+from fctune.models.sources import read_architecture
 from fctune.parallel.context_parallel import check_context_parallelism
 from fctune.parallel.expert_parallel import check_expert_parallelism
+from fctune.parallel.footprint import GIB, SAFE_SHARE
 from fctune.parallel.layout import Hardware, check_layout, choose_layout, list_contexts
 from fctune.parallel.memory import MemoryModel, Peak, Setting
 from fctune.parallel.speed import Flops, KernelTimes, StepTime, count_flops, estimate_kernel_times, estimate_step_time
@@ -80,7 +84,7 @@ class LayoutSearch:
         )
         # Without a known data size, packs are taken to be full, each one conversation of full length, fully supervised,
         # which costs most.
-        seq_len = config.data.seq_len
+        seq_len = config.data.row_tokens
         self.config = resolve_batch_size(config, *((seq_len, 1) if size is None else (size.tokens, size.packs)))
         self.supervised_share = 1.0 if size is None else size.supervised / size.slots
         self.pairs_per_token = (seq_len + 1) / 2 if size is None else size.pairs / size.slots
@@ -206,10 +210,77 @@ class LayoutSearch:
             remedies.append("adapter.base=nf4")
         smallest = min((peak.footprint for peak in peaks), key=lambda footprint: footprint.total)
         if smallest.of_batch > smallest.total / 4:
-            remedies.append(f"data.seq_len below {config.data.seq_len}")
+            remedies.append(f"data.seq_len below {config.data.row_tokens}")
         if config.parallel.cpu_offload or config.parallel.expert > 1:  # experts that are spread are not offloaded
             return remedies
         return [*remedies, f"parallel.cpu_offload=true{' parallel.mode=fsdp' if config.parallel.mode == 'ddp' else ''}"]
+
+
+def fit_seq_len(
+    config: RunConfig, lengths: RowLengths, architecture: Architecture, hardware: Hardware | None
+) -> tuple[RunConfig, str]:
+    """Return a config with the row length that ``data.seq_len: auto`` stands for, and the reason for it.
+
+    Args:
+        config: Config of a run.
+        lengths: Lengths of its conversations.
+        architecture: Sizes of its model.
+        hardware: Ranks of the run, whose memory a row must fit in; None: it is unknown, and enough.
+
+    Raises:
+        ConfigError: No length can be trained on, or ``data.overlong`` is fail and not the longest.
+    """
+
+    def with_length(tokens: int) -> RunConfig:
+        return replace(config, data=replace(config.data, seq_len=tokens))
+
+    tokens, reason = choose_seq_len(
+        *(lengths, architecture.max_position_embeddings, config.data.overlong),
+        lambda tokens: _find_obstacle(with_length(tokens), architecture, hardware),
+    )
+    return with_length(tokens), reason
+
+
+def prepare_seq_len(config: RunConfig, model_dir: Path, on_progress: Callable[[Counts], None]) -> tuple[RunConfig, str]:
+    """Return what ``fit_seq_len`` does for rows that are prepared before a run, on a machine that need not be its own.
+
+    Args:
+        config: Config of the run.
+        model_dir: Directory of its base.
+        on_progress: See ``measure_lengths``.
+
+    Raises:
+        ConfigError, DataError: See ``fit_seq_len`` and ``measure_lengths``.
+    """
+    lengths = measure_lengths(config, model_dir, on_progress)
+    config, reason = fit_seq_len(config, lengths, read_architecture(model_dir, config.model.source), None)
+    return config, (
+        f"data.seq_len: auto is {config.data.row_tokens:,} tokens ({reason}). A run whose devices cannot hold such "
+        "rows takes shorter ones, and prepares them again; `fctune plan` says if"
+    )
+
+
+def _find_obstacle(config: RunConfig, architecture: Architecture, hardware: Hardware | None) -> str | None:
+    """Return why a run cannot train on rows of its length; None if it can. It chooses its layout in the same way."""
+    seq_len = config.data.row_tokens
+    try:
+        model = shape_model(config, architecture, device_type="cuda" if hardware is None else hardware.device_type)
+        if hardware is None:
+            return None
+        # A row of nothing but supervised tokens takes the most memory.
+        config = resolve_batch_size(config, seq_len, 1)
+        memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=hardware.device_type == "cuda")
+        layout = choose_layout(config, model, hardware, memory)
+    except ConfigError as error:  # layers that attend otherwise at this length
+        return str(error).rstrip(".")
+    needed = memory.required(
+        hardware.world_size, layout.shard, layout.max_logits, layout.fraction, context=layout.context
+    )
+    if hardware.can_hold(needed):
+        return None
+    assert hardware.memory_bytes is not None
+    usable = SAFE_SHARE * hardware.memory_bytes / GIB
+    return f"rows of {seq_len:,} tokens need {needed.total / GIB:.1f} GiB a rank, which can use {usable:.1f} GiB"
 
 
 def plan_speed(config: RunConfig, model_dir: Path, gpu: Gpu, nodes: int, gpus_per_node: int) -> float | None:

@@ -203,7 +203,7 @@ def count_flops(
     head_adapter = 0
     if adapter is not None and a.head in names:
         head_adapter = 6 * adapter.rank * (a.vocab_size + a.embed_dim)
-    positions = (micro_batch_size or config.micro_batch_size) * config.data.seq_len * supervised_share
+    positions = (micro_batch_size or config.micro_batch_size) * config.data.row_tokens * supervised_share
     if memory.trains_head and positions * a.vocab_size > (max_logits or MAX_LOGITS):
         head_cost += 2
     head_total = supervised_share * (head_cost * head + head_adapter)
@@ -351,7 +351,7 @@ def estimate_kernel_times(
     slower = _H100_TFLOPS * 1e6 / rate
     # Tokens of a row that attend to all earlier ones of it are in one long conversation.
     pairs = flops.attention / (14 * a.num_layers * a.num_heads * a.head_dim)
-    short = max(0.0, 1 - (2 * pairs - 1) / config.data.seq_len)
+    short = max(0.0, 1 - (2 * pairs - 1) / config.data.row_tokens)
     heads = a.num_layers * a.num_heads * a.head_dim / (_LAYERS * _WIDTH)
     moved = kernels.total + count_precision_bytes(memory, micro_batch_tokens, fraction)
     return KernelTimes(
@@ -402,7 +402,7 @@ def estimate_step_time(
         slots_per_pack: Computed positions per pack, including padding; None for full packs.
     """
     per_rank = math.ceil(packs / setting.num_shares)
-    tokens = per_rank * (memory.config.data.seq_len if slots_per_pack is None else slots_per_pack) / setting.context
+    tokens = per_rank * (memory.config.data.row_tokens if slots_per_pack is None else slots_per_pack) / setting.context
     micro_batches = math.ceil(per_rank / setting.micro_batch_size)
     if efficiency is None:
         kernels = estimate_kernel_times(memory, gpu, setting.fraction, flops, tokens / micro_batches)

@@ -57,6 +57,7 @@ from fctune.training.setup import (
     open_sinks,
     plan_parallelism,
     plan_speed_of_run,
+    resolve_seq_len,
     shard_and_load_,
     start_state,
     warn_of_length,
@@ -111,7 +112,8 @@ class FineTuning(ABC):
 
     Attributes:
         name: Name of the recipe's file; it runs the configs that ``RunConfig.recipe`` gives this name.
-        requested_config: Config as the user wrote it; that of a planned run has what was chosen for open keys.
+        requested_config: Config as the user wrote it, with a number of tokens for ``data.seq_len: auto`` once it is
+            planned; that of a planned run has what was chosen for the other open keys, too.
     """
 
     name: str
@@ -194,6 +196,7 @@ class FineTuning(ABC):
 
     def plan(self) -> PlannedRun:
         """Build the model without weights, open the data, and decide layout and steps."""
+        self.requested_config = resolve_seq_len(self.requested_config, self.model_dir, self.run.resume, self.world)
         model = build_base(self.requested_config, self.model_dir, self.world)
         check_weights(model, self.model_dir)
         self.select_trainable_(model)
@@ -239,9 +242,9 @@ class FineTuning(ABC):
                 details["planned_tokens_per_s_per_gpu"] = round(planned_speed, 1)
             if model.state_layers:
                 details["state_layers"] = model.state_layers
-            requested = self.requested_config
+            requested = self.run.config
             is_chosen = requested.activation_checkpointing.fraction is None or requested.parallel.context is None
-            if is_chosen or config.global_batch_tokens is not None:
+            if is_chosen or config.global_batch_tokens is not None or requested.data.seq_len != config.data.seq_len:
                 details["config"] = config.to_dict()
             data, hosts = planned.data.describe(), list(planned.hosts)
             directory.describe(num_steps=num_steps, data=data, hosts=hosts, **details)

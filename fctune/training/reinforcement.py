@@ -96,7 +96,7 @@ class PolicyTasks(TrainingData):
             engine = open_server_engine(
                 *(server, self._template, directory),
                 temperature=self._grpo.temperature,
-                min_positions=planned.config.data.seq_len,
+                min_positions=planned.config.data.row_tokens,
                 is_resumed=planned.run.resume is not None,
                 log=logger.warning,
             )
@@ -145,7 +145,7 @@ class PolicyTasks(TrainingData):
 
 def _open_tasks(grpo: GRPOConfig, config: RunConfig, template: ChatTemplate) -> tuple[TaskSet, TaskOrder, str | None]:
     """Return the tasks, their order, and the benchmark that they belong to, if any."""
-    limits = EpisodeLimits(grpo.max_new_tokens, max_tokens=config.data.seq_len)
+    limits = EpisodeLimits(grpo.max_new_tokens, max_tokens=config.data.row_tokens)
     settings = RolloutSettings(template, limits, grpo.reward)
     if is_dialogue_source(grpo.cases):
         dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, settings)

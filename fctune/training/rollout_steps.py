@@ -72,7 +72,7 @@ def _pack(trained: Sequence[TrainedRollout], config: RunConfig) -> PreparedSet:
     tokens = [np.array((*one.prompt_ids, *one.ids), dtype=np.int32) for one in rollouts]
     is_supervised = [(*[False] * len(one.prompt_ids), *one.is_generated) for one in rollouts]
     lengths = np.array([len(one) for one in tokens], dtype=np.int64)
-    seq_len, is_packed = config.data.seq_len, config.data.packed
+    seq_len, is_packed = config.data.row_tokens, config.data.packed
     assert lengths.max() <= seq_len, "a rollout is longer than a row"
     packs = pack_best_fit(lengths, seq_len) if is_packed else [[index] for index in range(len(lengths))]
     flat = np.array([index for pack in packs for index in pack], dtype=np.int64)

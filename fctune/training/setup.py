@@ -10,6 +10,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fctune.base.distributed import World
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.files import format_bytes
 from fctune.base.gpus import FAILURES_PER_GPU_DAY, GPUS
+from fctune.checkpoint.resume import Resume
 from fctune.checkpoint.saver import Guard, first_write_limit, no_guard
 from fctune.checkpoint.state import TrainState
 from fctune.config.cache import prepared_root
@@ -43,6 +45,7 @@ from fctune.data.prepared_set import (
     prepare,
     resolve_batch_size,
 )
+from fctune.data.row_lengths import measure_lengths
 from fctune.models.architecture import ALL_LINEAR
 from fctune.models.attention import choose_attention_kernel
 from fctune.models.base_weights import check_base, load_base_
@@ -64,7 +67,7 @@ from fctune.parallel.layout import (
     suggest_smaller_weights,
 )
 from fctune.parallel.memory import MemoryModel
-from fctune.parallel.search import plan_speed
+from fctune.parallel.search import fit_seq_len, plan_speed
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
 from fctune.parallel.storage import plan_storage
 from fctune.runs.device import compute_capability, describe_device, find_gpu_kind, total_memory
@@ -83,16 +86,49 @@ _PROGRESS_ROWS = 5_000
 _GROUP_SIZE = 32
 
 
-def prepare_data(config: RunConfig, model_dir: Path, chat_template: ChosenTemplate | None, world: World) -> PreparedSet:
-    """Return the prepared set, written by rank 0 unless it exists and memory-mapped by every rank."""
+def resolve_seq_len(config: RunConfig, model_dir: Path, resume: Resume | None, world: World) -> RunConfig:
+    """Return the config with the row length that ``data.seq_len: auto`` stands for; unchanged with a number.
+
+    A run that resumes has the length of its checkpoint. Otherwise rank 0 chooses it, by the rows and the memory of all
+    ranks, and the others take it over. Every rank calls it.
+
+    Raises:
+        ConfigError: No length can be trained on, or ``data.overlong`` is fail and not the longest.
+        DataError: The rows cannot be used.
+    """
+    if isinstance(config.data.seq_len, int):
+        return config
+    hardware = _describe_hardware(world)
+
+    def choose() -> tuple[RunConfig, str]:
+        lengths = measure_lengths(config, model_dir, _log_rows("measuring rows"))
+        return fit_seq_len(config, lengths, read_architecture(model_dir, config.model.source), hardware)
+
+    if resume is None:
+        config, reason = distributed.run_on_rank_0(choose)
+    else:
+        reason = f"as in {resume.checkpoint.path}"
+        config = replace(config, data=replace(config.data, seq_len=resume.state["config"]["data"]["seq_len"]))
+    logger.info("data.seq_len: auto is %s tokens (%s)", f"{config.data.row_tokens:,}", reason)
+    return config
+
+
+def _log_rows(what: str) -> Callable[[Counts], None]:
+    """Return a function that logs the number of rows that were read, every few thousand."""
     shown = 0
 
     def show(counts: Counts) -> None:
         nonlocal shown
         if counts.rows - shown >= _PROGRESS_ROWS:
             shown = counts.rows
-            logger.info("preparing data: %s rows read", f"{counts.rows:,}")
+            logger.info("%s: %s rows read", what, f"{counts.rows:,}")
 
+    return show
+
+
+def prepare_data(config: RunConfig, model_dir: Path, chat_template: ChosenTemplate | None, world: World) -> PreparedSet:
+    """Return the prepared set, written by rank 0 unless it exists and memory-mapped by every rank."""
+    show = _log_rows("preparing data")
     root, switches = prepared_root(config), config.model.template_args
     path = distributed.run_on_rank_0(lambda: prepare(config.data, model_dir, root, show, switches, chat_template).path)
 
@@ -144,7 +180,7 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
         kernel, description = choose_attention_kernel(
             device.type, precision.compute_dtype, architecture.head_dim, capability
         )
-        model = build_model(architecture, config.data.seq_len, precision, kernel)
+        model = build_model(architecture, config.data.row_tokens, precision, kernel)
         model.balance_routers_(config.model.router_aux_loss)
         return model, description
 
@@ -372,7 +408,7 @@ def check_packing(model: CausalLM, config: RunConfig, world: World) -> None:
         ConfigError: They do not; see ``prove_packing``.
     """
     if config.data.packed and model.needs_packing_proof:
-        distributed.run_on_all_ranks(lambda: prove_packing(model, world.device, config.data.seq_len))
+        distributed.run_on_all_ranks(lambda: prove_packing(model, world.device, config.data.row_tokens))
         reshard_(model)
         logger.info("packing: conversations in packed rows have the logits of each alone")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 import shlex
@@ -17,13 +18,16 @@ import pytest
 from fctune.apps.gate.history import find_history
 from fctune.apps.gate.lines import Line, judge_lines
 from fctune.apps.gate.remedies import combine, find_remedies, make_commands
+from fctune.apps.tune.choices import draft_config, find_fit
 from fctune.apps.tune.machine import Machine
 from fctune.base.gpus import GIB, GPUS
 from fctune.cli import main
 from fctune.config.intervals import parse_share
 from fctune.config.loading import load_config
+from fctune.config.sections.data import SourceConfig
 from fctune.data.sources.tool_file import read_tool_files
 from fctune.data.synthetic import iter_conversations
+from fctune.models.planned_model import find_architecture
 from fctune.models.run_config import load_run_config
 from fctune.runs.directory import RunDirectory
 from fctune.runs.release import mark_not_released, remove_mark
@@ -467,6 +471,42 @@ def test_before_training_the_plan_follows_the_machine_and_the_settings(
     (tmp_path / "out" / "tune.json").write_text("{")
     assert main(command) == 2
     assert "delete the directory to start again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_rows_are_as_long_as_the_longest_conversation_or_as_fit_in_the_machine(
+    has_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = write_synthetic(tmp_path / "rows.jsonl", 40)
+    row = json.loads(rows.read_text().splitlines()[0])
+    talk = [row["messages"][0], *({"role": role, "content": "word " * 200} for role in ("assistant", "user") * 4)]
+    rows.write_text(rows.read_text() + json.dumps(row | {"messages": talk[:-1]}) + "\n")
+    architecture, _, _ = find_architecture(str(TINY_BASE))
+    given = ["data.seq_len=4096", "global_batch_size=1"]
+    draft, _ = draft_config(str(TINY_BASE), architecture, CPU, Path("out"), [SourceConfig(path="rows.jsonl")], given)
+
+    def make_machine(mib: int) -> Machine:
+        return Machine(0, replace(CPU.gpu, memory_bytes=mib * 2**20))
+
+    def fits(mib: int) -> bool:
+        return find_fit(draft.parse(), architecture, None, make_machine(mib)) is not None
+
+    least = bisect.bisect_left(range(4096), True, key=fits)
+    machine = make_machine(least if has_memory else least - 1)
+    monkeypatch.setattr("fctune.apps.tune.machine.find_machine", lambda _: machine)
+    assert main(["tune", "--data", "rows.jsonl", "--out", "out", "--plan-only", "data.seq_len=auto"]) == 0
+    written, output = load_run_config("out/tune.yaml"), " ".join(capsys.readouterr().out.split())
+    if has_memory:
+        assert (written.data.seq_len, written.data.overlong) == (4096, "fail")
+        assert "data.seq_len = 4096 (holds the longest row, 2," in output
+    else:
+        assert (written.data.seq_len, written.data.overlong) == (2048, "split_turns")
+        assert (
+            "data.seq_len = 2048 (rows of 4,096 tokens do not fit in this machine's memory; the longest row has 2,"
+            in output
+        )
+        assert "and 1 of 41 conversations is longer" in output
 
 
 def change(conversation: dict[str, object], **values: object) -> dict[str, object]:

@@ -16,6 +16,7 @@ from fctune.apps.acceptance.fault_injection import FaultInjector
 from fctune.apps.acceptance.session import Session
 from fctune.base import distributed
 from fctune.base.distributed import World
+from fctune.base.errors import ConfigError
 from fctune.checkpoint.sharded import read_shards_, write_shards
 from fctune.checkpoint.state import TrainState
 from fctune.checkpoint.tensors import collect_tensors
@@ -44,7 +45,8 @@ def load_run(config: TrainingConfig, folder: Path) -> tuple[RunConfig, Path]:
     If the acceptance config specifies an architecture, its config.json is written to ``folder``.
 
     Raises:
-        ConfigError: The run's config is invalid, or its architecture is not supported.
+        ConfigError: The run's config is invalid or leaves the length of its rows open, or its architecture is not
+            supported.
     """
     overrides = list(config.overrides)
     if config.architecture:
@@ -52,6 +54,11 @@ def load_run(config: TrainingConfig, folder: Path) -> tuple[RunConfig, Path]:
         (folder / "config.json").write_text(json.dumps(config.architecture), encoding="utf-8")
         overrides.append(f"model.path={folder}")
     run = load_run_config(config.config, overrides)
+    if not isinstance(run.data.seq_len, int):
+        raise ConfigError(
+            f"data.seq_len={run.data.seq_len}: these steps have random tokens, and no rows to choose by. Add a length "
+            "to training.overrides, such as data.seq_len=4096."
+        )
     model_dir = resolve_model_dir(run.model.path)
     read_architecture(model_dir)
     return run, model_dir
@@ -110,9 +117,9 @@ def measure_steps(
         "seconds": [],
         "losses": [],
         "tokens": tokens,
-        "flops": flops.weights(tokens) + flops.dense_attention(tokens, run.data.seq_len),
+        "flops": flops.weights(tokens) + flops.dense_attention(tokens, run.data.row_tokens),
         "layout": str(layout),
-        "seq_len": run.data.seq_len,
+        "seq_len": run.data.row_tokens,
         "micro_batch_size": run.micro_batch_size,
     }
     for step in range(config.warmup + config.steps):
@@ -180,7 +187,7 @@ def list_shard_sizes(run: RunConfig, model_dir: Path, world: World) -> dict[str,
 
 def _make_step(run: RunConfig, model: CausalLM, world: World) -> StepData:
     """Build one micro-batch of random tokens per group of ranks, all supervised except the first of each row."""
-    rows, length, group = run.micro_batch_size, run.data.seq_len, model.context_group
+    rows, length, group = run.micro_batch_size, run.data.row_tokens, model.context_group
     share, num_shares = group.find_share(world)
     generator = torch.Generator().manual_seed(run.seed + share)
     tokens = torch.randint(model.architecture.vocab_size, (rows, length), generator=generator)

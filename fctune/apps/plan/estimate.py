@@ -138,7 +138,7 @@ def plan_rollouts(
     concurrent = min(at_a_time, num_answers)
     # In process each rank has all weights and its own answers; a server splits the weights.
     weights = num_parameters * _WIDTH / (num_gpus if is_server else 1)
-    cache = concurrent * config.data.seq_len * count_cache_bytes(architecture) / num_gpus
+    cache = concurrent * config.data.row_tokens * count_cache_bytes(architecture) / num_gpus
     # On average over an answer, half of its cache is there.
     read_s = (weights + cache / 2) / (gpu.memory_gb_s * 1e9)
     compute_s = 2 * num_parameters * concurrent / num_gpus / (gpu.tflops(_WIDTH) * 1e12)

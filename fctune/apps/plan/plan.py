@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from fctune.config.intervals import parse_interval
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import RunConfig
 from fctune.data.data_size import DataSize, count_steps
+from fctune.data.row_lengths import find_lengths
+from fctune.models.architecture import Architecture
 from fctune.models.planned_model import extend_architecture, find_architecture
 from fctune.models.precision import choose_precision
+from fctune.parallel.layout import Hardware
 from fctune.parallel.memory import Peak, Setting
-from fctune.parallel.search import LayoutSearch, Variant, list_overrides
+from fctune.parallel.search import LayoutSearch, Variant, fit_seq_len, list_overrides
 from fctune.parallel.speed import MEASURED_RANGE, UNMEASURED_RANGE, Flops, KernelTimes
 from fctune.runs.prices import CURRENCY
 
@@ -65,6 +69,7 @@ class Plan:
     request: PlanRequest
     search: LayoutSearch
     shape_source: str  # where the model's sizes come from
+    length_reason: str  # why rows have their length, if the config leaves it open; else ""
     num_parameters: int
     num_trained: int
     setting: Setting
@@ -200,6 +205,7 @@ class Plan:
             | {"phase": self.peak.phase, "fits": self.fits, "margin": self.margin_bytes},
             "largest_micro_batch": self.largest_micro_batch,
             "data": _to_json(self.rows, "padding_share"),
+            "seq_len_reason": self.length_reason or None,
             "num_steps": self.num_steps,
             "warmup_steps": self.warmup_steps,
             "save_steps": self.save_steps,
@@ -267,9 +273,12 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     problems.raise_all()
     assert found is not None
     architecture, model_dir, shape_source = found
+    architecture, model_dir = extend_architecture(config, architecture, model_dir)
+    config, length_reason = _resolve_seq_len(config, architecture, model_dir, request)
     search = LayoutSearch(
         config,
-        *extend_architecture(config, architecture, model_dir),
+        architecture,
+        model_dir,
         gpu=request.gpu,
         nodes=request.nodes,
         gpus_per_node=request.gpus_per_node,
@@ -287,6 +296,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         request=request,
         search=search,
         shape_source=shape_source,
+        length_reason=length_reason,
         num_parameters=sum(t.numel for t in parameters),
         num_trained=sum(t.numel for t in parameters if t.is_trained),
         setting=setting,
@@ -300,6 +310,27 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         variants=search.variants(request.nodes),
         scaling=_scale(search, request, num_steps) if request.is_searching else [],
     )
+
+
+def _resolve_seq_len(
+    config: RunConfig, architecture: Architecture, model_dir: Path | None, request: PlanRequest
+) -> tuple[RunConfig, str]:
+    """Return the config with the row length that ``data.seq_len: auto`` stands for, and the reason; "" with a number.
+
+    Raises:
+        ConfigError: The lengths of the rows are unknown, or none can be trained on.
+    """
+    if isinstance(config.data.seq_len, int):
+        return config, ""
+    if (lengths := find_lengths(config, model_dir)) is None:
+        raise ConfigError(
+            "data.seq_len=auto: the lengths of the rows are not measured yet, nor the number of their tokens. Run "
+            "`fctune data prepare` with the same config first, which needs no GPU, or plan with a length, such as "
+            "data.seq_len=4096."
+        )
+    world_size = request.nodes * request.gpus_per_node
+    hardware = Hardware("cuda", world_size, request.gpus_per_node, request.gpu.memory_bytes)
+    return fit_seq_len(config, lengths, architecture, hardware)
 
 
 def _choose_price(config: RunConfig, request: PlanRequest) -> float | None:

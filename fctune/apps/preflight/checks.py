@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +114,8 @@ def estimate_disk_usage(config: RunConfig, is_downloaded: bool) -> DiskUsage:
         ConfigError: The model's architecture cannot be determined.
     """
     architecture, _, _ = find_architecture(config.model.path, model_source=config.model.source)
+    if not isinstance(config.data.seq_len, int):  # no file depends on it
+        config = replace(config, data=replace(config.data, seq_len=8))
     memory = MemoryModel(shape_model(config, architecture), config, device_bytes=1)
     storage = plan_storage(memory, config, world_size=1, rows=None, disk_gb_s=1.0, failures_per_gpu_day=0.0)
     base = 0 if is_downloaded else storage.base_bytes

@@ -34,9 +34,12 @@ from fctune.data.chosen_template import read_chosen_template
 from fctune.data.chunk_encoder import Counts
 from fctune.data.data_size import find_prepared
 from fctune.data.prepared_set import describe_counts, find_writer, prepare
+from fctune.data.row_lengths import find_lengths
 from fctune.data.sources.reader import list_files
 from fctune.models.hub import resolve_model_dir
+from fctune.models.planned_model import find_architecture
 from fctune.models.run_config import load_run_config, resolve_base
+from fctune.parallel.search import fit_seq_len, prepare_seq_len
 from fctune.training.env_overrides import LaunchSpec
 
 # What GPUs may wait for: a few minutes of reading and tokenising (benchmarks/data.py measures its rate), and two of
@@ -168,7 +171,7 @@ def prepare_run(launch: LaunchSpec, environment: Mapping[str, str], show: Callab
     if pinned:
         show(f"downloaded in {time.monotonic() - start:.0f} s: {', '.join(pinned)}")
     if config.data.sources:
-        _prepare_rows(config, base, show)
+        config = _prepare_rows(config, base, show)
         for note in checks.check_length(config):
             show(f"note: {note}")
     show("prepared: a launch with the same variables and overrides starts with these files")
@@ -201,10 +204,16 @@ def _is_prepared(config: RunConfig) -> bool:
     """Return True if the rows of a config whose repositories are downloaded are prepared."""
     # A base with added tokens would be written first, so that the set is known by its settings only.
     base = None if config.model.add_tokens else resolve_model_dir(config.model.path)
+    if not isinstance(config.data.seq_len, int):
+        if (lengths := find_lengths(config, base)) is None:
+            return False
+        architecture, _, _ = find_architecture(config.model.path, model_source=config.model.source)
+        config, _ = fit_seq_len(config, lengths, architecture, None)
     return find_prepared(config, base) is not None
 
 
-def _prepare_rows(config: RunConfig, base: Path, show: Callable[[str], None]) -> None:
+def _prepare_rows(config: RunConfig, base: Path, show: Callable[[str], None]) -> RunConfig:
+    """Prepare the rows of a config; returns it with the length of its rows."""
     shown = time.monotonic()
 
     def show_progress(counts: Counts) -> None:
@@ -213,7 +222,11 @@ def _prepare_rows(config: RunConfig, base: Path, show: Callable[[str], None]) ->
             shown = time.monotonic()
             show(f"preparing: {counts.rows:,} rows read")
 
+    if not isinstance(config.data.seq_len, int):
+        config, note = prepare_seq_len(config, base, show_progress)
+        show(note)
     root, switches = prepared_root(config), config.model.template_args
     prepared = prepare(config.data, base, root, show_progress, switches, read_chosen_template(config.model))
     for line in describe_counts(prepared):
         show(f"data: {line}")
+    return config

@@ -16,7 +16,7 @@ import yaml
 from fctune.apps.tune.machine import Machine
 from fctune.base.errors import ConfigError
 from fctune.config.composition import Composition, render_with_origins
-from fctune.config.intervals import format_count
+from fctune.config.intervals import AUTO, format_count
 from fctune.config.loading import compose_config, format_problems, parse_config
 from fctune.config.run_length import USUAL_STEPS
 from fctune.config.schema import RunConfig
@@ -24,6 +24,7 @@ from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.config.shipped import list_shipped_configs, resolve_shipped_path
 from fctune.config.yaml_text import dump_yaml
 from fctune.data.data_size import count_steps
+from fctune.data.row_lengths import MIN_SEQ_LEN, RowLengths, choose_seq_len
 from fctune.models.architecture import TINY_ROWS, TINY_WEIGHTS, Architecture, count_weights
 from fctune.models.hub import parse_name
 from fctune.models.planned_model import extend_architecture, find_architecture
@@ -34,7 +35,6 @@ from fctune.parallel.search import LayoutSearch, Variant, list_overrides
 _HELD_OUT, _THOROUGH_HELD_OUT, _MAX_SHARE, _MIN_SHARE = 200, 600, 0.2, 0.02
 _TINY_EPOCHS = 10  # a real model knows language, and needs fewer passes
 _EPOCHS = ((1_000, 4), (5_000, 3), (50_000, 2))  # of fewer conversations than this; of more, one
-MIN_SEQ_LEN = 1024
 # Below this share of rows without a call, this share of the others is made into some.
 _FEW_NO_CALLS, _TAKE_AWAY = 0.1, "30%"
 _MIN_ANSWER, _THINKING = 256, 1024  # tokens of an answer of the gate, and of its reasoning
@@ -49,7 +49,9 @@ class RowFacts:
 
     conversations: int
     tokens: int
-    longest: int  # tokens of the longest conversation
+    longest: int  # tokens of a row that holds the longest conversation
+    seq_len: int | None = None  # as chosen by the rows and the machine; None: by an older version
+    length_reason: str = ""
     no_calls: int = 0  # conversations with tools that call none
     no_tools: int = 0  # conversations without tools
     requests: int | None = None  # distinct ones of conversations with tools; None: each has its own
@@ -90,6 +92,9 @@ class Draft:
             if self.is_given(other) and not self.is_given(key):
                 composition.values.pop(key, None)
         composition.apply_overrides(given, self._problems)
+        if (data := composition.values.get("data") or {}).get("seq_len") == AUTO:  # as it is without
+            del data["seq_len"]
+            self._given.remove("data.seq_len")
 
     def is_given(self, key: str) -> bool:
         """Return True if the user gave a dotted key, a part of it, or the section that it is in."""
@@ -239,20 +244,17 @@ def size_config(
     usual = _count_step_tokens(draft.parse())
     rows = format_count(facts.conversations, "row")
     limit = architecture.max_position_embeddings
-    seq_len = min(max(MIN_SEQ_LEN, 2 ** math.ceil(math.log2(max(2, facts.longest)))), limit)
-    if draft.is_given("data.seq_len"):
-        seq_len = draft.parse().data.seq_len
-    if facts.longest <= seq_len:
-        draft.choose("data.seq_len", seq_len, f"holds the longest row, {format_count(facts.longest, 'token')}")
+    seq_len, reason = facts.seq_len, facts.length_reason
+    if seq_len is None:
+        seq_len, _ = choose_seq_len(RowLengths({facts.longest: (1, 1)}), limit)
+        reason = f"the longest row has {format_count(facts.longest, 'token')}"
+    draft.choose("data.seq_len", seq_len, reason)
+    if facts.longest <= draft.parse().data.row_tokens:
         draft.choose("data.overlong", "fail", "no row is longer than seq_len")
+    elif draft.parse().data.train_reasoning == "last":
+        draft.choose("data.overlong", "drop", "longer rows are left out and counted: parts lack the last request")
     else:
-        draft.choose(
-            "data.seq_len", seq_len, f"the model reads {limit:,} tokens; the longest row has {facts.longest:,}"
-        )
-        if draft.parse().data.train_reasoning == "last":
-            draft.choose("data.overlong", "drop", "longer rows are left out and counted: parts lack the last request")
-        else:
-            draft.choose("data.overlong", "split_turns", "longer rows become parts, each with the turns before it")
+        draft.choose("data.overlong", "split_turns", "longer rows become parts, each with the turns before it")
     requests = facts.conversations - facts.no_tools if facts.requests is None else facts.requests
     no_calls = facts.no_calls if facts.no_call_requests is None else facts.no_call_requests
     if no_calls < _FEW_NO_CALLS * requests:
@@ -286,10 +288,10 @@ def size_config(
     config = draft.parse()
     tokens = facts.tokens * (1 - config.data.validation_share) if prepared is None else prepared.tokens
     total = int(tokens * config.epochs)
-    most = max(1, min(usual, total // USUAL_STEPS) // config.data.seq_len)
+    most = max(1, min(usual, total // USUAL_STEPS) // config.data.row_tokens)
     batch = max(machine.num_processes, 2 ** int(math.log2(most)))
     if prepared is None:
-        steps, about = math.ceil(total / (batch * config.data.seq_len)), "about "
+        steps, about = math.ceil(total / (batch * config.data.row_tokens)), "about "
     else:
         steps, about = count_steps(replace(config, global_batch_size=batch), prepared.packs), ""
     draft.choose("global_batch_size", batch, f"packs of seq_len tokens; {about}{format_count(steps, 'step')}")
@@ -301,7 +303,7 @@ def size_config(
 
 
 def _count_step_tokens(config: RunConfig) -> int:
-    return config.global_batch_tokens or config.global_batch_size * config.data.seq_len
+    return config.global_batch_tokens or config.global_batch_size * config.data.row_tokens
 
 
 def fit_config(draft: Draft, architecture: Architecture, model_dir: Path | None, machine: Machine) -> Variant | None:

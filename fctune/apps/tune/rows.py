@@ -18,6 +18,7 @@ from fctune.data.chosen_template import read_chosen_template
 from fctune.data.conversation import Conversation, Tool
 from fctune.data.conversion import RowsSkippedError, convert_source
 from fctune.data.encoding import make_supervision
+from fctune.data.row_lengths import RowLengths
 from fctune.data.sources import has_reasoning_rows
 from fctune.data.sources.selection import Selection
 from fctune.data.sources.tool_file import read_tool_files
@@ -91,12 +92,14 @@ class RowSurvey:
         tools: The first tool of each name.
         variants: Names of tools that rows also declare in another way.
         most_offered: Largest number of tools that a row offers.
+        lengths: Lengths of the conversations in tokens.
     """
 
     requests: DistinctRequests = field(default_factory=DistinctRequests)
     tools: dict[str, Tool] = field(default_factory=dict)
     variants: set[str] = field(default_factory=set)
     most_offered: int = 0
+    lengths: RowLengths = field(default_factory=RowLengths)
 
     def add(self, conversation: Conversation) -> None:
         """Add the request and the tools of a row."""
@@ -141,6 +144,7 @@ def check_rows(
     def count(conversation: Conversation) -> tuple[int, int]:
         samples = template.encode(conversation)
         survey.add(conversation)
+        survey.lengths.add_samples(samples)
         return sum(len(sample.tokens) for sample in samples), sum(sample.num_supervised for sample in samples)
 
     return check_sources(

@@ -191,8 +191,10 @@ class DataConfig:
     """Rows changed and added to strengthen the training rows."""
     replay: Annotated[ReplayConfig | None, Null("none")] = None
     """General rows among the training rows."""
-    seq_len: Annotated[int, Range(ge=8)] = 4096
-    """Length of a training row in tokens; no conversation may be longer (see `overlong`)."""
+    seq_len: Annotated[int | Literal["auto"], Range(ge=8)] = 4096
+    """Length of a training row in tokens; no conversation may be longer (see `overlong`). `auto`: the smallest power of
+    two, from 1,024, that holds the longest conversation, or all but 0.1% of them unless `overlong` is `fail`; at most
+    the model's positions, and what fits on the devices. The log has the reason, and the checkpoints have the length."""
     pairs: bool = False
     """Rows are preference pairs: a `prompt` with a `chosen` and a `rejected` answer, for runs with a `preference`
     section. The two answers, each after the prompt, share a packed row and must fit in it together."""
@@ -246,6 +248,12 @@ class DataConfig:
     ] = None
     """Directory of prepared (tokenised and packed) sets, which all nodes share. `fctune clean` lists and removes
     them."""
+
+    @property
+    def row_tokens(self) -> int:
+        """The number of tokens that ``seq_len`` is, once it is chosen if it was auto."""
+        assert isinstance(self.seq_len, int), "seq_len is not chosen yet"
+        return self.seq_len
 
     def check(self, where: str, problems: SectionProblems) -> None:
         """Check keys that cannot be combined with others, most of them with preference pairs."""

@@ -230,3 +230,12 @@ def test_the_numbers_of_the_prepared_set_take_the_place_of_estimates() -> None:
     steps = config.epochs * math.ceil(91 / config.global_batch_size)
     assert reasons["global_batch_size"] == f"packs of seq_len tokens; {steps} steps"
     assert reasons["data.validation_share"] == "54 of 360 rows held out, 52 cases for the gate; never trained on"
+
+
+def test_the_choice_by_the_rows_and_the_machine_is_kept_with_its_reason() -> None:
+    chosen = RowFacts(100, 900_000, 90_000, seq_len=4096, length_reason="rows of 8,192 tokens do not fit")
+    config, reasons = choose("fctune/assets/tiny_base", CPU, chosen)
+    assert (config.data.seq_len, config.data.overlong) == (4096, "split_turns")
+    assert reasons["data.seq_len"] == "rows of 8,192 tokens do not fit"
+    for given, length in (("data.seq_len=auto", 4096), ("data.seq_len=2048", 2048)):
+        assert choose("fctune/assets/tiny_base", CPU, chosen, given)[0].data.seq_len == length
