@@ -97,7 +97,7 @@ def count_compiled_block(config: RunConfig, architecture: Architecture, tokens: 
     """
     counter = Counter()
     compiler = functools.partial(torch.compile, backend=counter.backend())
-    model = build_model(architecture, config.data.seq_len, PrecisionPolicy.uniform(torch.bfloat16))
+    model = build_model(architecture, config.data.row_tokens, PrecisionPolicy.uniform(torch.bfloat16))
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
     apply_activation_checkpointing_(

@@ -87,7 +87,7 @@ class Products(TorchDispatchMode):
 
 def count_block(config: RunConfig, architecture: Architecture) -> dict[str, float]:
     """Return a block's products, forward and backward, and bytes per token: of thin ones, and kept for backward."""
-    model = build_model(architecture, config.data.seq_len, PrecisionPolicy.uniform(torch.bfloat16))
+    model = build_model(architecture, config.data.row_tokens, PrecisionPolicy.uniform(torch.bfloat16))
     if config.adapter is not None:
         apply_lora_(model, config.adapter)
     model.train().token_keys.set_rows(torch.empty(1, dtype=torch.int64, device="meta"), _TOKENS)
@@ -111,7 +111,7 @@ def estimate(row: Row, config: RunConfig, architecture: Architecture) -> dict[st
     gpu = find_gpu("h100", {})
     memory = MemoryModel(shape_model(config, architecture), config, gpu.memory_bytes, row.supervised)
     flops = count_flops(memory, row.fraction, row.supervised, row.pairs)
-    tokens = config.micro_batch_size * config.data.seq_len
+    tokens = config.micro_batch_size * config.data.row_tokens
     times = estimate_kernel_times(memory, gpu, row.fraction, flops, tokens)
     return {name: round(value, 1) for name, value in (asdict(times) | {"total": times.total}).items()} | {
         "tokens_per_s": round(times.tokens_per_s)

@@ -114,7 +114,7 @@ class Bench:
         config = self.config("full")
         model = load(config, self.world)[0].eval()
         try:
-            prove_packing(model, self.world.device, config.data.seq_len)
+            prove_packing(model, self.world.device, config.data.row_tokens)
         except ConfigError as error:
             check("data.packed" in str(error), str(error))
             self.is_packed = False

@@ -161,7 +161,7 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
 
 def _make_step(config: RunConfig, model: CausalLM, setting: Setting) -> StepData:
     """Make packs of one fully supervised conversation each."""
-    rows, length = setting.micro_batch_size, config.data.seq_len // setting.context
+    rows, length = setting.micro_batch_size, config.data.row_tokens // setting.context
     bounds = model.make_bounds(((length * setting.context,),) * rows)
     inputs = Inputs(
         tokens=torch.zeros(rows, length, dtype=torch.int64),
