@@ -44,8 +44,8 @@ SETTINGS = {  # by model_type and hidden_size in config.json; others have those 
     # Each row and each case takes twice as long, and an hour on two cores is for both models and all prompts.
     ("qwen2", 896): ModelSettings(
         "qwen2_5_coder_0_5b_lora",
-        {"natural": 40, "seal_copies": 0, "glaive": 20, "no_call": 110, "parallel": 50, "listed": 30}
-        | {"joined": 60, "dialogues": 90, "synthetic": 20},
+        {"natural": 10, "seal_copies": 0, "glaive": 20, "no_call": 30, "twins": 60, "parallel": 50, "listed": 30}
+        | {"joined": 60, "dialogues": 80, "synthetic": 20},
         40,
     ),
 }

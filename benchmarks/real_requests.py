@@ -58,12 +58,23 @@ def offer(conversation: Conversation, pool: ToolPool, num_others: int, rng: rand
     return replace(conversation, tools=tuple(tools))
 
 
-def take_tools_away(conversation: Conversation, pool: ToolPool, rng: random.Random) -> Conversation:
-    """Return the question with tools that cannot answer it, and the answer that says what is missing."""
+def take_tools_away(
+    conversation: Conversation,
+    pool: ToolPool,
+    rng: random.Random,
+    nums_others: Sequence[int] = (1, 1, 1, 1, 2, 2, 3, 4),
+) -> Conversation:
+    """Return the question with tools that cannot answer it, and the answer that says what is missing.
+
+    Args:
+        conversation: A question and calls.
+        pool: Tools to offer.
+        rng: Random generator.
+        nums_others: Numbers of tools to draw from.
+    """
     question = next(message for message in conversation.messages if message.role == "user")
     called = list_called(conversation)
-    num_others = rng.choice((1, 1, 1, 1, 2, 2, 3, 4))
-    tools = pool.draw_others(called, question.content or "", num_others, rng, taken=conversation.tools)
+    tools = pool.draw_others(called, question.content or "", rng.choice(nums_others), rng, taken=conversation.tools)
     request = Conversation((question,), tuple(tools), f"no_call:{conversation.source}")
     answer = Message("assistant", word_refusal(request.tools, called, rng))
     return replace(request, messages=(question, answer))
@@ -77,7 +88,7 @@ def describe_request(pool: ToolPool, rng: random.Random, tools: Sequence[Tool] =
     while True:
         tool = rng.choice(tools or pool.tools)
         if (arguments := _draw_arguments(tool, pool, rng)) is not None and tool.function.get("description"):
-            return _answer_with(tool, [arguments], _word_request(tool, arguments, rng), "described")
+            return answer_with(tool, [arguments], _word_request(tool, arguments, rng), "described")
 
 
 def describe_parallel(pool: ToolPool, rng: random.Random, tools: Sequence[Tool] = ()) -> Conversation:
@@ -99,7 +110,7 @@ def describe_parallel(pool: ToolPool, rng: random.Random, tools: Sequence[Tool] 
         if num_calls < 2:
             continue
         calls = [{**first, **{name: column[i] for name, column in columns.items()}} for i in range(num_calls)]
-        return _answer_with(tool, calls, _word_parallel(tool, calls, varied, rng), "parallel")
+        return answer_with(tool, calls, _word_parallel(tool, calls, varied, rng), "parallel")
 
 
 def multiply_question(conversation: Conversation, pool: ToolPool, rng: random.Random) -> Conversation | None:
@@ -116,7 +127,7 @@ def multiply_question(conversation: Conversation, pool: ToolPool, rng: random.Ra
         values = draw_column(pool.values(tool, name), call.arguments[name], rng.choice(_NUM_CALLS), rng)
         if len(values) > 1:
             calls = [{**call.arguments, name: value} for value in values]
-            return _answer_with(tool, calls, multiply_value(question, values, rng), "multiplied")
+            return answer_with(tool, calls, multiply_value(question, values, rng), "multiplied")
     return None
 
 
@@ -153,7 +164,8 @@ def _without_ids(calls: Sequence[Call]) -> tuple[Call, ...]:
     return tuple(replace(call, id=None) for call in calls)
 
 
-def _answer_with(tool: Tool, calls: list[dict[str, Any]], question: str, kind: str) -> Conversation:
+def answer_with(tool: Tool, calls: list[dict[str, Any]], question: str, kind: str) -> Conversation:
+    """Return a question that is answered by calls of one tool, the only one on offer."""
     answer = Message("assistant", calls=tuple(Call(tool.name, arguments) for arguments in calls))
     return Conversation((Message("user", question), answer), (tool,), f"{kind}:{tool.name}")
 

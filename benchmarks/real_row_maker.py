@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from benchmarks.real_dialogues import make_dialogue
 from benchmarks.real_options import add_options, make_list
 from benchmarks.real_quantities import describe_quantities, describe_unfit_quantities
 from benchmarks.real_requests import (
+    answer_with,
     describe_parallel,
     describe_request,
     join_questions,
@@ -18,9 +20,10 @@ from benchmarks.real_requests import (
     take_tools_away,
 )
 from fctune.data.augment.tool_pool import ToolPool
-from fctune.data.conversation import Conversation
+from fctune.data.conversation import Conversation, Tool
 
 _NUM_OTHERS = (0, 0, 0, 0, 1, 1, 2, 3)
+_NUM_TOOLS_OF_TWINS = (1, 2, 3, 4, 6, 8)
 _CALCULATION_SHARE = 0.25  # of the questions that no tool can answer
 
 
@@ -66,6 +69,29 @@ class RowMaker:
         else:
             source = describe_request(self._pool, self._rng)
         return take_tools_away(source, self._pool, self._rng)
+
+    def make_twins(self) -> tuple[Conversation, Conversation]:
+        """Return a question for which no tool on offer is right, and one for the same tools that needs one of them.
+
+        Raises:
+            IndexError: No tool that is known has a request.
+        """
+        rng, pool = self._rng, self._pool
+        if not any(map(pool.requests, pool.tools)):
+            raise IndexError
+        fitting: list[Tool] = []
+        while not fitting:
+            source = rng.choice(self._single) if rng.random() < 0.6 else describe_request(pool, rng)
+            without = take_tools_away(source, pool, rng, _NUM_TOOLS_OF_TWINS)
+            fitting = [tool for tool in without.tools if pool.requests(tool)]
+        tool = rng.choice(fitting)
+        is_known = all(pool.values(tool, name) for name in tool.parameters.get("required", ()))
+        if is_known and tool.function.get("description") and rng.random() < 0.4:
+            asked = describe_request(pool, rng, [tool])
+        else:
+            request = rng.choice(pool.requests(tool))
+            asked = revalue_question(answer_with(tool, [request.arguments], request.text, "twin"), pool, rng)
+        return without, replace(asked, tools=without.tools)
 
     def make_natural(self) -> Conversation:
         """Return a Seal-Tools question with other values."""

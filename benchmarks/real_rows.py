@@ -45,6 +45,8 @@ class Mixture:
         seal_copies: Times each Seal-Tools row appears, each time among other tools.
         glaive: Glaive rows, as they are.
         no_call: Questions whose tools were taken away.
+        twins: Pairs of such a question and one that needs a tool of those on offer, so that neither refusing nor
+            calling is right for a set of tools.
         described: Requests written from the description of a tool.
         parallel: Requests for several calls of one tool.
         listed: The same requests where the tool takes a list of values in one call.
@@ -60,6 +62,7 @@ class Mixture:
     seal_copies: int = 1
     glaive: int = 30
     no_call: int = 210
+    twins: int = 0
     described: int = 0
     parallel: int = 80
     listed: int = 80
@@ -137,16 +140,17 @@ def mix_rows(
     for row in seal:
         pool.add(row)
     maker = RowMaker(seal, glaive, mixture.seal_copies, pool, rng)
-    kinds: list[tuple[int, Callable[[], Conversation]]] = [
-        (len(maker.seals), maker.make_seal),
-        (mixture.natural, maker.make_natural),
-        (mixture.no_call, maker.make_no_call),
-        (mixture.described, maker.make_described),
-        (mixture.parallel, maker.make_parallel),
-        (mixture.listed, maker.make_listed),
-        (mixture.joined, maker.make_joined),
-        (mixture.quantities, maker.make_quantities),
-        (mixture.dialogues, maker.make_dialogue),
+    kinds: list[tuple[int, Callable[[], tuple[Conversation, ...]]]] = [
+        (len(maker.seals), lambda: (maker.make_seal(),)),
+        (mixture.natural, lambda: (maker.make_natural(),)),
+        (mixture.no_call, lambda: (maker.make_no_call(),)),
+        (mixture.twins, maker.make_twins),
+        (mixture.described, lambda: (maker.make_described(),)),
+        (mixture.parallel, lambda: (maker.make_parallel(),)),
+        (mixture.listed, lambda: (maker.make_listed(),)),
+        (mixture.joined, lambda: (maker.make_joined(),)),
+        (mixture.quantities, lambda: (maker.make_quantities(),)),
+        (mixture.dialogues, lambda: (maker.make_dialogue(),)),
     ]
     rows = [row for count, make in kinds for row in _draw_allowed(count, make, mixture.renamed_share, rng, is_allowed)]
     rows += [row for row in glaive if is_allowed(row)][: mixture.glaive]
@@ -160,19 +164,24 @@ def mix_rows(
 
 def _draw_allowed(
     count: int,
-    make: Callable[[], Conversation],
+    make: Callable[[], tuple[Conversation, ...]],
     renamed_share: float,
     rng: random.Random,
     is_allowed: Callable[[Conversation], bool],
 ) -> Iterator[Conversation]:
+    """Yield ``count`` times one row, or a pair of rows with the same tools, which are renamed alike."""
     for _ in range(count):
         for _ in range(20):  # a rename may hit the name of a tool of the benchmark
             try:
-                row = rename_tools(make(), renamed_share, rng)
+                made = make()
             except IndexError:  # no source row is left
                 return
-            if is_allowed(row):
-                yield row
+            state, rows = rng.getstate(), []
+            for row in made:
+                rng.setstate(state)
+                rows.append(rename_tools(row, renamed_share, rng))
+            if all(map(is_allowed, rows)):
+                yield from rows
                 break
 
 

@@ -69,11 +69,13 @@ def rows() -> list[Conversation]:
     return [make_row([n] if n % 3 else [n, n + 1]) for n in range(80)]
 
 
+MADE_KINDS = [field.name for field in dataclasses.fields(Mixture) if field.name not in ("seed", "renamed_share")]
 SMALL = Mixture(
     natural=20,
     seal_copies=1,
     glaive=5,
     no_call=20,
+    twins=10,
     described=20,
     parallel=20,
     listed=15,
@@ -114,6 +116,20 @@ def test_a_row_without_its_tools_calls_nothing_and_offers_none_of_them(rows: lis
         assert not called & {tool.name for tool in made.tools}
         assert not any(message.calls for message in made.messages)
     assert len(answers) > len(rows) / 2
+
+
+def test_each_question_without_a_call_has_a_twin_that_calls_one_of_the_same_tools(rows: list[Conversation]) -> None:
+    only_twins = Mixture(**dict.fromkeys(MADE_KINDS, 0) | {"twins": 40})
+    made = mix_rows(rows, [], dataclasses.replace(only_twins, renamed_share=0.5), lambda row: True)
+    by_tools: dict[str, list[Conversation]] = {}
+    for row in made:
+        by_tools.setdefault("".join(tool.to_json() for tool in row.tools), []).append(row)
+    assert len(made) == 80
+    assert sum(len(row.messages[-1].calls) for row in made) == 40
+    for group in by_tools.values():
+        assert 2 * sum(bool(row.messages[-1].calls) for row in group) == len(group)
+        names = {tool.name for tool in group[0].tools}
+        assert {call.name for row in group for call in row.messages[-1].calls} <= names
 
 
 def test_several_values_are_several_calls_or_one_with_a_list_as_the_schema_says(rows: list[Conversation]) -> None:
