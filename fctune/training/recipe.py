@@ -238,6 +238,8 @@ class FineTuning(ABC):
         check_space(model, config, directory, num_steps, self.world, is_resumed=self.run.resumes_own)
         if self.world.is_main:
             details: dict[str, Any] = {"parameters": count_parameters(model)}
+            if planned.data.loader is not None:
+                details["steps_per_epoch"] = planned.data.loader.steps_per_epoch
             if (planned_speed := plan_speed_of_run(config, self.model_dir, self.world)) is not None:
                 details["planned_tokens_per_s_per_gpu"] = round(planned_speed, 1)
             if model.state_layers:

@@ -25,6 +25,7 @@ def test_a_run_writes_the_files_that_scripts_rely_on(tmp_path: Path) -> None:
     assert described["seed"] == 42
     assert described["world_size"] == 2
     assert described["num_steps"] == 2
+    assert described["steps_per_epoch"] == 24 / 8
     assert described["data"]["inputs"]["sources"][0]["path"] == "synthetic:train:24:1"
     assert {"torch", "torchtune", "fctune"} <= described["versions"].keys()
     assert json.loads((run / "exit.json").read_text()) == {

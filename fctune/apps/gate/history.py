@@ -51,6 +51,8 @@ class RowProfile:
         base_reasons: The base reasons on the cases, so that it can lose that.
         rows_needed: About the number of rows that a run has to read, repeated or not; 0: unknown.
         rows_read: Number of rows that it read, of each pass; 0: unknown.
+        num_passes: Number of passes over them; None: unknown.
+        max_steps: The config's limit.
         called_share: Share of the held-out requests with a fitting tool in which the result calls one; None: unknown.
         num_rows: Conversations.
         counts: Number of those with each property: ``tools``, ``call``, ``no_call`` (tools, and none is called),
@@ -70,6 +72,8 @@ class RowProfile:
     base_reasons: bool = True
     rows_needed: int = 0
     rows_read: int = 0
+    num_passes: float | None = None
+    max_steps: int | None = None
     called_share: float | None = None
     num_rows: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -169,6 +173,7 @@ class TrainingHistory:
         rows: Sources of rows that were named.
         config: The run's config; empty if unknown.
         command: The command that started the run, with what was edited in the config of a tune; None: unknown.
+        num_passes: Passes over the rows that the run's steps were; None: unknown.
     """
 
     source: str
@@ -176,6 +181,7 @@ class TrainingHistory:
     rows: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     command: tuple[str, ...] | None = None
+    num_passes: float | None = None
 
     @property
     def output_dir(self) -> str | None:
@@ -224,7 +230,9 @@ class TrainingHistory:
         for source, row in islice(self.iter_rows(), _MAX_ROWS):
             profile.add_parsed(source, row)
         profile.rows_needed = TINY_ROWS if self._is_tiny() else _MIN_ROWS
-        profile.rows_read = round(profile.num_rows * max(1.0, float(self.config.get("epochs") or 1)))
+        profile.num_passes, profile.max_steps = self.num_passes, self.config.get("max_steps")
+        passes = max(1.0, float(self.config.get("epochs") or 1)) if self.num_passes is None else self.num_passes
+        profile.rows_read = round(profile.num_rows * passes)
         return profile
 
     def _is_tiny(self) -> bool:
@@ -253,7 +261,9 @@ def find_history(tuned: str, rows: Sequence[str] = ()) -> TrainingHistory | None
     try:
         record = json.loads(RunFiles(run).run.read_text(encoding="utf-8"))
         config, command = record["config"], read_repeat(run) or record.get("command")
+        per_pass = record.get("steps_per_epoch")
+        num_passes = record["num_steps"] / per_pass if per_pass else None
     except (OSError, ValueError, KeyError, TypeError):  # find_leaks reports it
-        config, command = {}, None
+        config, command, num_passes = {}, None, None
     source = ", ".join(rows) if rows else str(run)
-    return TrainingHistory(source, run, tuple(rows), config, tuple(command) if command else None)
+    return TrainingHistory(source, run, tuple(rows), config, tuple(command) if command else None, num_passes)

@@ -28,7 +28,7 @@ def find_remedies(line: JudgedLine, profile: RowProfile | None) -> tuple[Remedy,
     """Return what explains the fall of a line, and what treats it; always something."""
     if profile is None or not profile.num_rows:
         return (Remedy("the training rows are not known; name them with --rows to have them searched", {}),)
-    few = _add_rows(profile)
+    few = _train_on(profile) or _add_rows(profile)
     return ((few,) if few is not None else ()) + _explain(line, profile)
 
 
@@ -40,6 +40,17 @@ def _explain(line: JudgedLine, profile: RowProfile) -> tuple[Remedy, ...]:
     found = [remedy for name in names if (remedy := name(profile)) is not None]
     own = [remedy for remedy in found if not remedy.note]  # from the rows themselves, without others to look for
     return tuple(own or found) or (_keep_base(profile),)
+
+
+def _train_on(profile: RowProfile) -> Remedy | None:
+    """Return the remedy of a run whose ``max_steps`` ended it long before it had read the rows."""
+    if profile.max_steps is None or profile.num_passes is None or profile.num_passes >= _ENOUGH:
+        return None
+    return Remedy(
+        f"stopped early: max_steps={profile.max_steps} ended the training after {profile.num_passes:.0%} of a pass "
+        "over the rows, too soon to learn what only some of them teach",
+        {"max_steps": f"{profile.max_steps / profile.num_passes:.0f}"},  # a pass
+    )
 
 
 def _add_rows(profile: RowProfile) -> Remedy | None:

@@ -93,6 +93,16 @@ def test_what_was_tried_is_tried_harder_and_unknown_rows_are_named() -> None:
     assert "--rows" in unknown.finding
 
 
+def test_a_run_that_its_max_steps_cut_short_is_trained_on_first() -> None:
+    cut = replace(profile((200, make_row(USER, CALL))), max_steps=64, num_passes=0.2, rows_needed=100, rows_read=40)
+    first, *others = find_remedies(fallen("over_calling"), cut)
+    assert "max_steps=64 ended the training after 20% of a pass" in first.finding
+    assert first.overrides == {"max_steps": "320"}, "one pass"
+    assert "share of negatives" in others[0].finding, "which the longer run needs as well"
+    for complete in (replace(cut, num_passes=1.0, rows_read=200), replace(cut, max_steps=None, num_passes=None)):
+        assert not any(remedy.overrides.get("max_steps") for remedy in find_remedies(fallen("over_calling"), complete))
+
+
 def parse_rows(path: Path, rows: list[dict[str, Any]]) -> RowProfile:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return TrainingHistory(str(path), None, (str(path),)).profile()
@@ -216,6 +226,24 @@ def test_the_command_of_a_run_is_repeated_with_all_remedies(tmp_path: Path) -> N
     again = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
     assert again.output_dir == f"{run}_mended"
     assert (again.max_steps, again.data.augment and again.data.augment.shares()["take_away"]) == (9, 0.3)
+
+
+def test_the_passes_of_a_run_are_those_of_its_steps(tmp_path: Path) -> None:
+    rows, run = tmp_path / "calls.jsonl", tmp_path / "run"
+    lines = [make_row(Message("user", f"Do {i}"), CALL).to_openai() for i in range(40)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.mkdir()
+    words = [f"data.sources=[{{path: {rows}}}]", f"output_dir={run}", "max_steps=9", "epochs=3"]
+    config: dict[str, Any] = load_config(ROOT / "configs" / "tiny_lora.yaml", words).to_dict()
+    record = {"config": config, "command": ["fctune", "train", "tiny_lora", *words], "num_steps": 9}
+    for per_epoch, num_passes, rows_read in ((36, 0.25, 10), (None, None, 120)):  # unknown: those of the config
+        counted = {} if per_epoch is None else {"steps_per_epoch": per_epoch}
+        (run / "run.json").write_text(json.dumps(record | counted))
+        history = find_history(str(run))
+        assert history is not None
+        assert (history.num_passes, history.profile().rows_read) == (num_passes, rows_read)
+    (first, *_) = find_remedies(fallen("calls"), replace(history.profile(), num_passes=0.25))
+    assert first.overrides == {"max_steps": "36"}
 
 
 def read_replay(overrides: Mapping[str, str]) -> tuple[dict[str, float], float]:
