@@ -15,6 +15,7 @@ does not train a token that fctune trains, or trains one that fctune does not.
 from __future__ import annotations
 
 import argparse
+import datetime
 import difflib
 import json
 import sys
@@ -167,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found[name] = {"kinds": dict(kinds), "examples": examples, "tokens_trained": tokens_trained}
     print(json.dumps(found, indent=1))
     if arguments.result is not None:
-        described = {"rows": len(rows), "machine": describe_machine(), "variants": found}
+        date = f"{datetime.date.today()}"
+        described = {"date": date, "rows": len(rows), "machine": describe_machine(), "variants": found}
         write_atomically(arguments.result, json.dumps(described, indent=1) + "\n")
     return 0
 
