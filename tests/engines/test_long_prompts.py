@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from fctune.tasks.episode import Episode, EpisodeLimits, EpisodeRunner
 from fctune.tasks.task import Step, Task, TaskState
 from tests.conftest import TINY_BASE
 from tests.models.dense_samples import FAMILIES, read_raw
-from tests.models.hybrid_samples import make_config
+from tests.models.hybrid_samples import HYBRIDS, make_config
 
 VOCABULARY = json.loads((TINY_BASE / "config.json").read_text())["vocab_size"]
 # Its keys depend on the length of the prompt.
@@ -39,7 +40,7 @@ def make_policy(kind: str) -> Any:
     """
     torch.manual_seed(0)
     dtype = torch.float32 if kind == "gemma2" else torch.float64
-    if kind in FAMILIES:
+    if kind not in HYBRIDS:
         changes = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "max_position_embeddings": 2048}
         config = CONFIG_MAPPING[kind].from_dict(read_raw(kind, **changes))
     else:
@@ -126,7 +127,7 @@ def test_a_prompt_read_in_parts_is_answered_as_one_read_at_once(
     assert passes.shapes[:9] == [(3, 5)] * 8 + [(3, 1)]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "bamba", LONG_ROPE])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "bamba", "minimax", LONG_ROPE])
 def test_a_model_whose_state_depends_on_the_passes_reads_a_prompt_at_once_and_keeps_nothing(
     kind: str, watch: Callable[[Any], Passes], short_passes: None
 ) -> None:
@@ -137,6 +138,22 @@ def test_a_model_whose_state_depends_on_the_passes_reads_a_prompt_at_once_and_ke
         ask(engine, prompts, is_continued=True)
         assert passes.shapes[0] == (2, max(map(len, prompts)))
         assert {width for _, width in passes.shapes[1:]} <= {1}
+
+
+@pytest.mark.parametrize("option", [{"use_cache": False}, {"cache_implementation": "static"}])
+def test_the_cache_that_a_generation_config_asks_for_changes_no_answer(
+    option: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    model, prompts = make_policy("qwen3"), draw(41, 23)
+    engine = LocalEngine(TINY_BASE, model=model, keeps_tokens=True)
+    expected = ask(engine, prompts)
+    with patch.multiple(model.generation_config, **option):
+        check_equal(ask(engine, prompts, is_continued=True), expected)
+        longer = [one + ids for one, ids in zip(prompts, list_ids(expected), strict=True)]
+        continued = ask(engine, longer, is_continued=True)
+        request.getfixturevalue("short_passes")
+        check_equal(ask(engine, prompts), expected)
+    check_equal(ask(engine, longer), continued)
 
 
 class LargestTensor(TorchDispatchMode):

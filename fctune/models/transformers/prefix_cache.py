@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 # Pairs of a query and a key in a forward pass. A mask has as many values, and so have the scores of each head in
@@ -159,14 +159,14 @@ def choose_chunk(num_rows: int, width: int) -> int:
     return max(_MIN_CHUNK, _MAX_PAIRS // (num_rows * width))
 
 
-def can_continue(model: Any, cache: Any) -> TypeGuard[Cache]:
+def can_continue(model: Any, cache: Any) -> TypeGuard[DynamicCache]:
     """Return True if a model, whose cache of some tokens is given, reads others after them as in one pass.
 
     The cache must hold nothing but the keys and values of all tokens, or of those in a sliding window: recurrent states
-    are not rolled forward by several tokens in every model. And keys must not depend on the length that a prompt will
-    have, as those of LongRoPE and of dynamic scaling do.
+    are not rolled forward by several tokens in every model, and some models keep theirs in a subclass. And keys must
+    not depend on the length that a prompt will have, as those of LongRoPE and of dynamic scaling do.
     """
-    if not isinstance(cache, Cache) or not cache.layers:
+    if type(cache) is not DynamicCache or not cache.layers:
         return False
     if not {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}:
         return False
