@@ -273,6 +273,21 @@ def test_equal_prompts_of_a_batch_are_read_once_and_sampled_apart(watch: Callabl
     assert passes.shapes[:2] == [(1, 39), (4, 1)]
 
 
+def test_a_batch_takes_nothing_from_the_conversations_of_another(watch: Callable[[Any], Passes]) -> None:
+    """That begin with the same system prompt."""
+    engine = LocalEngine(TINY_BASE, batch_size=1, keeps_tokens=True)
+    common, *own = draw(30, 12, 9, 5)
+    prompts, passes = [common + one for one in own], watch(engine.model)
+    for turn in range(3):
+        passes.shapes.clear()
+        answers = list_ids(ask(engine, prompts, is_continued=True))
+        if turn:
+            assert passes.count_prompt_tokens() == 3 * 8, "the last token of an answer, and 7 of the 8 that follow it"
+        else:
+            assert passes.count_prompt_tokens() == sum(map(len, prompts)) - 3 - 2 * len(common)
+        prompts = [prompt + ids + new for prompt, ids, new in zip(prompts, answers, draw(8, 8, 8), strict=True)]
+
+
 def test_what_is_kept_is_bounded_and_dropped_with_its_conversation_and_its_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
