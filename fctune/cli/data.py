@@ -93,7 +93,10 @@ def _add_check(data: Any) -> None:
 
 
 def _to_seq_len(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid value: {text!r}; expected a number of tokens, or auto") from None
 
 
 def _add_show(data: Any) -> None:

@@ -347,7 +347,8 @@ class _Tune:
         facts: dict[str, Any] = {"conversations": report.conversations, "tokens": tokens.total}
         facts["longest"] = survey.lengths.longest
         if not draft.is_given("data.seq_len"):
-            facts["seq_len"], facts["length_reason"] = self._choose_seq_len(architecture, survey.lengths)
+            overlong = config.data.overlong if draft.is_given("data.overlong") else None
+            facts["seq_len"], facts["length_reason"] = self._choose_seq_len(architecture, survey.lengths, overlong)
         facts |= {"no_calls": report.classes.get("no_call", 0), "no_tools": report.classes.get("no_tools", 0)}
         facts |= {"requests": len(survey.requests.found), "no_call_requests": len(survey.requests.no_call)}
         tools_seen = tuple(survey.tools.values())
@@ -360,10 +361,11 @@ class _Tune:
         tools = {"count": len(survey.tools), "most_offered": survey.most_offered}
         return {"sources": [source.path for source in self.sources], "facts": facts, "tools": tools}
 
-    def _choose_seq_len(self, architecture: Any, lengths: RowLengths) -> tuple[int, str]:
+    def _choose_seq_len(self, architecture: Any, lengths: RowLengths, overlong: str | None) -> tuple[int, str]:
         """Choose the length of a training row by the rows and by what fits in this machine; returns it with the reason.
 
-        It is kept from here on, as rows are prepared and memory is planned by it.
+        It is kept from here on, as rows are prepared and memory is planned by it. ``overlong`` is None unless the user
+        gave it: it is chosen by the length.
         """
         from fctune.apps.tune.choices import fit_config
         from fctune.data.row_lengths import choose_seq_len
@@ -373,7 +375,7 @@ class _Tune:
             return None if fits else f"rows of {tokens:,} tokens do not fit in this machine's memory"
 
         with self.console.status("planning"):
-            return choose_seq_len(lengths, architecture.max_position_embeddings, find_obstacle=find_obstacle)
+            return choose_seq_len(lengths, architecture.max_position_embeddings, overlong, find_obstacle)
 
     def _draft_least(self, architecture: Any, seq_len: int) -> Draft:
         """Draft the config that takes the least memory with rows of a length, unless the user gave another."""

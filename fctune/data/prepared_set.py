@@ -424,7 +424,7 @@ def _write(
             left_out, selection = Counter(counts.left_out_kinds), Selection.from_config(source)
             require_selected([source.path], left_out, source.format, source.columns, source.fold, selection)
     if not members["train"]:
-        raise DataError(_explain_no_rows(counts, config))
+        raise DataError(explain_no_rows(counts, config))
     arrays: dict[str, NDArray[Any]] = {
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
         "digests": np.asarray(digests, dtype=np.uint64),
@@ -488,7 +488,8 @@ def _pack(
     return units[flat].ravel(), ends
 
 
-def _explain_no_rows(counts: Counts, config: DataConfig) -> str:
+def explain_no_rows(counts: Counts, config: DataConfig) -> str:
+    """Return an error message: how many rows were read, and why none is left to train on."""
     losses = [
         *_list_left_out(counts),
         *(

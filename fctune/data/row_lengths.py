@@ -26,7 +26,7 @@ from fctune.data.encoding import encode_sources
 from fctune.data.fingerprint import FileDigests, fingerprint_inputs
 from fctune.data.loader import ROW_MULTIPLE
 from fctune.data.long_conversations import measure
-from fctune.data.prepared_set import write_once
+from fctune.data.prepared_set import explain_no_rows, write_once
 
 MIN_SEQ_LEN = 1024  # shorter rows save next to no memory
 # Share of the conversations that a row holds, unless it must hold all. A few very long ones would take the memory, and
@@ -85,7 +85,8 @@ def choose_seq_len(
     """Return the length of a training row in tokens, with the reason.
 
     It is the smallest power of two, from 1,024, that holds the longest conversation; unless ``overlong`` is fail or
-    None, all but 0.1 % of them. It is lower where the model has fewer positions, or something stands in the way.
+    None, all but 0.1 % of them. It is lower where the model has fewer positions, or something stands in the way; and if
+    ``overlong`` is drop, no longer than what is not dropped needs.
 
     Args:
         lengths: Lengths of the conversations.
@@ -113,6 +114,10 @@ def choose_seq_len(
         )
     if lengths.longest <= tokens:
         return tokens, f"holds the longest row, {format_count(lengths.longest, 'token')}"
+    held = max((length for length in lengths.counts if length <= tokens), default=tokens)
+    shortest = next(choice for choice in choices if choice >= held)
+    if overlong == "drop" and shortest < tokens:
+        tokens, why = shortest, f"{why}, and more than {shortest:,} would hold no other row"
     reason = f"{why}; the longest row has {lengths.longest:,}, and {lengths.describe_longer(tokens)}"
     if overlong == "fail":
         raise ConfigError(
@@ -150,7 +155,7 @@ def measure_lengths(config: RunConfig, model_dir: Path, on_progress: Callable[[C
             _add(lengths, part, data.pairs)
             on_progress(counts)
         if not lengths.counts:
-            raise DataError(f"{', '.join(source.path for source in data.sources)}: no row to train on.")
+            raise DataError(explain_no_rows(counts, data))
         (folder / _FILE).write_text(json.dumps({"inputs": inputs, "lengths": lengths.counts}) + "\n", encoding="utf-8")
 
     write_once(root / name, data, write)

@@ -165,8 +165,11 @@ class LocalEngine:
 
         width = max(map(len, encoded))
         assert self._prefixes is not None, "nothing was published"
-        if self._prefixes.can_continue and (chunk := choose_chunk(len(encoded), width)) < width:
-            options["prefill_chunk_size"] = chunk
+        if self._prefixes.can_continue:
+            # Some generation configs ask for no cache, or one of a fixed size; reading in parts needs one that grows.
+            options |= {"use_cache": True, "cache_implementation": None}
+            if (chunk := choose_chunk(len(encoded), width)) < width:
+                options["prefill_chunk_size"] = chunk
         pad = self.template.tokenizer.pad_token_id
         pad = min(self.stop_ids) if pad is None else pad
         tokens = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=self.device)

@@ -509,6 +509,21 @@ def test_rows_are_as_long_as_the_longest_conversation_or_as_fit_in_the_machine(
         assert "and 1 of 41 conversations is longer" in output
 
 
+def test_a_row_that_the_user_lets_drop_lengthens_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = write_synthetic(tmp_path / "rows.jsonl", 40)
+    row = json.loads(rows.read_text().splitlines()[0])
+    talk = [row["messages"][0], {"role": "assistant", "content": "word " * 20_000}]
+    rows.write_text(rows.read_text() + json.dumps(row | {"messages": talk}) + "\n")
+    monkeypatch.setattr("fctune.apps.tune.machine.find_machine", lambda _: CPU)
+    assert main(["tune", "--data", "rows.jsonl", "--out", "out", "--plan-only", "data.overlong=drop"]) == 0
+    written = load_run_config("out/tune.yaml")
+    assert (written.data.seq_len, written.data.overlong) == (1024, "drop")
+    assert "and more than 1,024 would hold no other row" in " ".join(capsys.readouterr().out.split())
+
+
 def change(conversation: dict[str, object], **values: object) -> dict[str, object]:
     return {key: value for key, value in (conversation | values).items() if value is not None}
 

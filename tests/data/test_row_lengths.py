@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fctune.base.errors import ConfigError
+from fctune.base.errors import ConfigError, DataError
 from fctune.cli import main
 from fctune.config.cache import prepared_root
 from fctune.config.loading import load_config
@@ -58,6 +58,17 @@ def test_a_few_long_conversations_do_not_decide_where_they_need_not_fit(overlong
     assert choose_seq_len(more, 131_072, overlong)[0] == 131_072
 
 
+def test_a_conversation_that_is_dropped_at_any_length_lengthens_no_rows() -> None:
+    lengths = make_lengths(*range(500, 1_300), 1_000_000, supervised=4)
+    tokens, reason = choose_seq_len(lengths, 131_072, "drop")
+    assert tokens == 2048
+    assert reason.startswith("the model reads 131,072 tokens, and more than 2,048 would hold no other row; ")
+    assert "the longest row has 1,000,000, and 1 of 801 conversations is longer" in reason
+    assert choose_seq_len(lengths, 131_072, "drop", lambda tokens: "no memory" if tokens > 1024 else None)[0] == 1024
+    assert choose_seq_len(lengths, 131_072, "split_turns")[0] == 131_072, "as much as can be is kept together"
+    assert choose_seq_len(make_lengths(1_000_000), 131_072, "drop")[0] == 131_072
+
+
 @pytest.mark.parametrize(("positions", "longest"), [(40_960, 40_960), (1000, 992), (8, 8), (2048, 2048)])
 def test_the_models_positions_are_the_most(positions: int, longest: int) -> None:
     """In steps of 16 tokens, as rows are padded and 8-bit products need."""
@@ -70,7 +81,7 @@ def test_the_models_positions_are_the_most(positions: int, longest: int) -> None
 
 
 def test_the_longest_length_without_an_obstacle_is_taken_and_the_obstacle_told() -> None:
-    lengths, tried = make_lengths(100, 9_000), []
+    lengths, tried = make_lengths(100, 3_000, 9_000), []
 
     def find_obstacle(tokens: int) -> str | None:
         tried.append(tokens)
@@ -162,6 +173,16 @@ def test_lengths_stay_known_until_the_rows_or_the_template_change(
     assert sum(n for n, _ in measure_lengths(config, TINY_BASE, lambda counts: None).counts.values()) == 21
 
 
+def test_rows_without_anything_to_train_on_are_refused_with_the_reason_and_measured_again(
+    tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    talk = Conversation((Message("user", "Tell me."), Message("assistant", "No."))).to_openai()
+    config = load(tmp_path, write_rows([talk] * 3), "data.train_on=calls")
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"no row to train on: 3 read, 3 without supervised .*data.train_on=calls"):
+            measure_lengths(config, TINY_BASE, lambda counts: None)
+
+
 def test_the_check_chooses_as_a_run_with_enough_memory_does(
     tmp_path: Path, write_rows: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +204,12 @@ def test_the_check_chooses_as_a_run_with_enough_memory_does(
     tokens = json.loads(report.read_text())["tokens"]
     positions = read(TINY_BASE).max_position_embeddings
     assert (tokens["seq_len"], tokens["num_over_seq_len"], tokens["long"]["num_measured"]) == (positions, 1, 1)
+
+
+def test_the_check_refuses_other_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["data", "check", "rows.jsonl", "--seq-len", "aut"])
+    assert "argument --seq-len: invalid value: 'aut'; expected a number of tokens, or auto" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from fctune.tasks.episode import Episode, EpisodeLimits, EpisodeRunner
 from fctune.tasks.task import Step, Task, TaskState
 from tests.conftest import TINY_BASE
 from tests.models.dense_samples import FAMILIES, read_raw
-from tests.models.hybrid_samples import make_config
+from tests.models.hybrid_samples import HYBRIDS, make_config
 
 VOCABULARY = json.loads((TINY_BASE / "config.json").read_text())["vocab_size"]
 # Its keys depend on the length of the prompt.
@@ -39,7 +40,7 @@ def make_policy(kind: str) -> Any:
     """
     torch.manual_seed(0)
     dtype = torch.float32 if kind == "gemma2" else torch.float64
-    if kind in FAMILIES:
+    if kind not in HYBRIDS:
         changes = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "max_position_embeddings": 2048}
         config = CONFIG_MAPPING[kind].from_dict(read_raw(kind, **changes))
     else:
@@ -126,7 +127,7 @@ def test_a_prompt_read_in_parts_is_answered_as_one_read_at_once(
     assert passes.shapes[:9] == [(3, 5)] * 8 + [(3, 1)]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "bamba", LONG_ROPE])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "bamba", "minimax", LONG_ROPE])
 def test_a_model_whose_state_depends_on_the_passes_reads_a_prompt_at_once_and_keeps_nothing(
     kind: str, watch: Callable[[Any], Passes], short_passes: None
 ) -> None:
@@ -137,6 +138,22 @@ def test_a_model_whose_state_depends_on_the_passes_reads_a_prompt_at_once_and_ke
         ask(engine, prompts, is_continued=True)
         assert passes.shapes[0] == (2, max(map(len, prompts)))
         assert {width for _, width in passes.shapes[1:]} <= {1}
+
+
+@pytest.mark.parametrize("option", [{"use_cache": False}, {"cache_implementation": "static"}])
+def test_the_cache_that_a_generation_config_asks_for_changes_no_answer(
+    option: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    model, prompts = make_policy("qwen3"), draw(41, 23)
+    engine = LocalEngine(TINY_BASE, model=model, keeps_tokens=True)
+    expected = ask(engine, prompts)
+    with patch.multiple(model.generation_config, **option):
+        check_equal(ask(engine, prompts, is_continued=True), expected)
+        longer = [one + ids for one, ids in zip(prompts, list_ids(expected), strict=True)]
+        continued = ask(engine, longer, is_continued=True)
+        request.getfixturevalue("short_passes")
+        check_equal(ask(engine, prompts), expected)
+    check_equal(ask(engine, longer), continued)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -254,6 +271,21 @@ def test_equal_prompts_of_a_batch_are_read_once_and_sampled_apart(watch: Callabl
     asked = [Prompt(Conversation(()), 8, ids=ids, seed=seed, is_continued=True) for seed in range(4)]
     assert len(set(list_ids(list(engine.answer(asked))))) > 1
     assert passes.shapes[:2] == [(1, 39), (4, 1)]
+
+
+def test_a_batch_takes_nothing_from_the_conversations_of_another(watch: Callable[[Any], Passes]) -> None:
+    """That begin with the same system prompt."""
+    engine = LocalEngine(TINY_BASE, batch_size=1, keeps_tokens=True)
+    common, *own = draw(30, 12, 9, 5)
+    prompts, passes = [common + one for one in own], watch(engine.model)
+    for turn in range(3):
+        passes.shapes.clear()
+        answers = list_ids(ask(engine, prompts, is_continued=True))
+        if turn:
+            assert passes.count_prompt_tokens() == 3 * 8, "the last token of an answer, and 7 of the 8 that follow it"
+        else:
+            assert passes.count_prompt_tokens() == sum(map(len, prompts)) - 3 - 2 * len(common)
+        prompts = [prompt + ids + new for prompt, ids, new in zip(prompts, answers, draw(8, 8, 8), strict=True)]
 
 
 def test_what_is_kept_is_bounded_and_dropped_with_its_conversation_and_its_model(

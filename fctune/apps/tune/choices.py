@@ -94,7 +94,7 @@ class Draft:
         composition.apply_overrides(given, self._problems)
         if (data := composition.values.get("data") or {}).get("seq_len") == AUTO:  # as it is without
             del data["seq_len"]
-            self._given.remove("data.seq_len")
+            self._given = [key for key in self._given if key != "data.seq_len"]
 
     def is_given(self, key: str) -> bool:
         """Return True if the user gave a dotted key, a part of it, or the section that it is in."""

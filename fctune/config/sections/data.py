@@ -194,7 +194,8 @@ class DataConfig:
     seq_len: Annotated[int | Literal["auto"], Range(ge=8)] = 4096
     """Length of a training row in tokens; no conversation may be longer (see `overlong`). `auto`: the smallest power of
     two, from 1,024, that holds the longest conversation, or all but 0.1% of them unless `overlong` is `fail`; at most
-    the model's positions, and what fits on the devices. The log has the reason, and the checkpoints have the length."""
+    the model's positions, and what fits on the devices; with `drop`, at most what the others need. The log has the
+    reason, and the checkpoints have the length."""
     pairs: bool = False
     """Rows are preference pairs: a `prompt` with a `chosen` and a `rejected` answer, for runs with a `preference`
     section. The two answers, each after the prompt, share a packed row and must fit in it together."""

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 # Pairs of a query and a key in a forward pass. A mask has as many values, and so have the scores of each head in
@@ -61,6 +61,7 @@ class PrefixCache:
     def __init__(self, model: Any, max_bytes: int):
         self._model, self._max_bytes = model, max_bytes
         self._kept: list[_Prefix] = []
+        self._num_earlier = 0  # of them, kept before the last call of ``retain``
         with torch.no_grad():
             output = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=True)
         self.can_continue = can_continue(model, getattr(output, "past_key_values", None))
@@ -69,15 +70,16 @@ class PrefixCache:
         return len(self._kept)
 
     def retain(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Forget what none of these prompts would use; without prompts, everything."""
+        """Forget what none of the next prompts would use; without prompts, everything."""
         used = {id(self._find(ids)) for ids in prompts}
         self._kept = [prefix for prefix in self._kept if id(prefix) in used]
+        self._num_earlier = len(self._kept)
 
     @torch.no_grad()
     def read(self, prompts: Sequence[Sequence[int]]) -> DynamicCache:
         """Return the cache of a batch of prompts, padded on the left, before the last token of each.
 
-        What it uses is no longer kept.
+        What it uses is no longer kept, unless it was read since ``retain`` for another conversation.
 
         Args:
             prompts: Token ids of each prompt, at least two.
@@ -87,7 +89,9 @@ class PrefixCache:
         read = {ids: _read(self._model, np.asarray(ids[:-1]), prefix) for ids, prefix in found.items()}
         used = set(map(id, found.values()))
         del found
-        self._kept = [prefix for prefix in self._kept if id(prefix) not in used]
+        earlier = [prefix for prefix in self._kept[: self._num_earlier] if id(prefix) not in used]
+        self._kept = earlier + self._kept[self._num_earlier :]
+        self._num_earlier = len(earlier)
         width, joined = max(map(len, prompts)) - 1, DynamicCache()
         for index in range(len(next(iter(read.values())).layers)):
             layers = [read[tuple(ids)].layers[index] for ids in prompts]
@@ -123,7 +127,7 @@ class PrefixCache:
                     prefix.layers.append((keys, values))
                 layer.reset()
         except torch.OutOfMemoryError:  # the answers are there; their conversations are read again
-            self._kept = []
+            self.retain(())
         else:
             self._kept += [prefix for _, _, prefix in rows]
 
@@ -159,14 +163,14 @@ def choose_chunk(num_rows: int, width: int) -> int:
     return max(_MIN_CHUNK, _MAX_PAIRS // (num_rows * width))
 
 
-def can_continue(model: Any, cache: Any) -> TypeGuard[Cache]:
+def can_continue(model: Any, cache: Any) -> TypeGuard[DynamicCache]:
     """Return True if a model, whose cache of some tokens is given, reads others after them as in one pass.
 
     The cache must hold nothing but the keys and values of all tokens, or of those in a sliding window: recurrent states
-    are not rolled forward by several tokens in every model. And keys must not depend on the length that a prompt will
-    have, as those of LongRoPE and of dynamic scaling do.
+    are not rolled forward by several tokens in every model, and some models keep theirs in a subclass. And keys must
+    not depend on the length that a prompt will have, as those of LongRoPE and of dynamic scaling do.
     """
-    if not isinstance(cache, Cache) or not cache.layers:
+    if type(cache) is not DynamicCache or not cache.layers:
         return False
     if not {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}:
         return False

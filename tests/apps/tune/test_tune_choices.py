@@ -237,5 +237,6 @@ def test_the_choice_by_the_rows_and_the_machine_is_kept_with_its_reason() -> Non
     config, reasons = choose("fctune/assets/tiny_base", CPU, chosen)
     assert (config.data.seq_len, config.data.overlong) == (4096, "split_turns")
     assert reasons["data.seq_len"] == "rows of 8,192 tokens do not fit"
-    for given, length in (("data.seq_len=auto", 4096), ("data.seq_len=2048", 2048)):
-        assert choose("fctune/assets/tiny_base", CPU, chosen, given)[0].data.seq_len == length
+    for given, length in (("auto", 4096), ("2048", 2048), ("1024 auto", 4096)):
+        settings = [f"data.seq_len={value}" for value in given.split()]
+        assert choose("fctune/assets/tiny_base", CPU, chosen, *settings)[0].data.seq_len == length
