@@ -31,7 +31,10 @@ from fctune.config.loading import load_config
 from fctune.runs.prices import read_prices
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/plan.md", "docs/results.md", "docs/clusters.md", "docs/operate.md", "docs/reliability.md")
+PAGES = (
+    *("docs/plan.md", "docs/results.md", "docs/clusters.md", "docs/operate.md", "docs/reliability.md"),
+    "docs/reference/long-rows.md",
+)
 BEGIN, END = "<!-- made by python -m benchmarks.cluster_pages: {} -->", "<!-- end -->"
 
 LARGE = "--config configs/qwen2_5_72b_full.yaml --nodes 8 --gpu h100 --rows 3000000 --mean-tokens 1200"
@@ -182,24 +185,36 @@ def make_gpus_table() -> str:
 
 
 def make_context_table() -> str:
-    """Plan long rows that one rank has alone, or that ranks share."""
-    contexts = (1, 2, 4, 8)
-    lines = [f"| config | GPUs | tokens of a row | {' | '.join(map(str, contexts))} | chosen |", "|---" * 8 + "|"]
+    """Plan long rows that one rank has alone or that ranks share, with and without tiles, and what a run chooses."""
+    contexts = ((1, 1), (1, 8), (2, 1), (8, 1), (8, 8))
+    heads = [f"{context}, tiles" if tiles > 1 else str(context) for context, tiles in contexts]
+    lines = [f"| config | GPUs | tokens of a row | {' | '.join(heads)} | chosen |", "|---" * 9 + "|"]
     for config, nodes, lengths in (
-        ("llama3_1_8b_lora", 1, (8192, 32768, 131072)),
-        ("llama3_3_70b_lora", 2, (8192, 32768)),
+        ("llama3_1_8b_lora", 1, tuple(2**power for power in range(13, 18))),
+        ("llama3_3_70b_lora", 2, (32768, 131072)),
         ("gpt_oss_20b_lora", 1, (65536,)),
     ):
         for length in lengths:
             command = f"--config configs/{config}.yaml --nodes {nodes} micro_batch_size=1 global_batch_size=16"
-            command += f" data.seq_len={length} activation_checkpointing.fraction=1 parallel.mode=fsdp"
-            chosen = plan(command)
+            command += f" data.seq_len={length}"
+            chosen = plan(f"{command} activation_checkpointing.fraction=null")
+            setting = chosen.setting
             cells = [f"`{config}`", str(chosen.search.world_size), f"{length:,}"]
-            for made in (plan(f"{command} parallel.context={context}") for context in contexts):
-                size = f"{made.peak.footprint.total / 2**30:.0f} GiB"
-                cells.append(f"{size}, {made.estimate.time.total_s:.0f} s" if made.fits else f"{size}: does not fit")
-            lines.append(f"| {' | '.join([*cells, str(chosen.setting.context)])} |")
+            for context, tiles in contexts:
+                if tiles > 1 and not chosen.search.architecture.has_mlps:
+                    cells.append("-")
+                    continue
+                shape = "parallel.mode=fsdp activation_checkpointing.fraction=1"
+                shape += f" parallel.context={context} activation_checkpointing.mlp_tiles={tiles}"
+                cells.append(_describe_size(plan(f"{command} {shape}")))
+            how = f"{setting.context}{', tiles' if setting.mlp_tiles > 1 else ''}, {setting.fraction:.0%}"
+            lines.append(f"| {' | '.join(cells)} | {_describe_size(chosen)}: {how} |")
     return "\n".join(lines)
+
+
+def _describe_size(made: Plan) -> str:
+    size = f"{made.peak.footprint.total / 2**30:.0f}"
+    return f"{size}/{made.estimate.time.total_s:.0f}" if made.fits else f"{size}/-"
 
 
 def make_idle_table() -> str:

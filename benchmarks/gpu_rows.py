@@ -166,8 +166,8 @@ class Bench:
         }
 
     def plans(self) -> Callable[[float], dict[str, Any]]:
-        """Compare measured with planned peak memory: LoRA at two lengths and full fine-tuning, recomputed to different
-        shares, mostly eager.
+        """Compare measured with planned peak memory: LoRA at three lengths and full fine-tuning, recomputed to
+        different shares, mostly eager; the longest rows with MLPs in tiles.
         """
         short = {"warmup": 1, "steps": 3}
         lora = self.job("8b", 4_096).replace(**short, micro_batch_size=2)
@@ -175,6 +175,8 @@ class Bench:
         full = self.job("3b", 4_096).replace(**short, adapter=False)
         jobs = [lora, full.replace(dtype="bf16_mixed"), lora.replace(checkpointed=0.5), long]
         jobs += [full.replace(checkpointed=0.5), lora.replace(base="nf4"), lora.replace(compile=True)]
+        tiled = self.job("8b", 32_768).replace(**short, mlp_tiles=8)
+        jobs += [tiled.replace(checkpointed=1.0), tiled.replace(checkpointed=0.5, compile=True)]
         jobs = jobs[:2] if self.is_toy else jobs
 
         def run(limit: float) -> dict[str, Any]:
@@ -288,9 +290,11 @@ def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
     model = shape_model(config, read_architecture(job.model_dir))
     # A run chooses its logits before it knows which share of its data is supervised.
     device_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    logits = MemoryModel(model, config, device_bytes).choose_max_logits(1, 1, job.checkpointed)
+    memory = MemoryModel(model, config, device_bytes)
+    logits = memory.choose_max_logits(1, 1, job.checkpointed, mlp_tiles=job.mlp_tiles)
     num_micro_batches = job.rows_a_step // job.micro_batch_size
-    setting = Setting("none", 1, 1, job.checkpointed, job.micro_batch_size, num_micro_batches, logits)
+    shares = job.checkpointed, job.micro_batch_size, num_micro_batches
+    setting = Setting("none", 1, 1, *shares, logits, mlp_tiles=job.mlp_tiles)
     peak = MemoryModel(model, config, None, share).peak(setting)
     planned = (peak.footprint.total - peak.footprint.context - peak.footprint.fragmentation) / 2**30
     measured = found["peak_mib"] / 1024

@@ -29,6 +29,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from benchmarks.job import Job
 from benchmarks.train_fctune import fctune_config
@@ -115,10 +116,12 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
     from torch.distributed.fsdp import FSDPModule
 
     world = World(0, setting.world_size, 0, torch.device("cpu"), setting.shard)
-    with fake_process_group(setting.world_size), _simulated_cuda(setting.world_size):
+    # The tracker loses modules that recomputation leaves by an exception, if that happens twice over.
+    stops_early = set_checkpoint_early_stop(setting.mlp_tiles == 1)
+    with fake_process_group(setting.world_size), _simulated_cuda(setting.world_size), stops_early:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = shape_model(config, architecture, "varlen")
-        apply_activation_checkpointing_(model, config.activation_checkpointing, "cuda")
+        apply_activation_checkpointing_(model, config.activation_checkpointing, "cuda", mlp_tiles=setting.mlp_tiles)
         name: Any = setting.mode
         layout = ParallelLayout(name, setting.replicate, setting.shard, "", context=setting.context)
         hardware = Hardware("cpu", setting.world_size, setting.shard, DEVICE)
@@ -189,15 +192,16 @@ def _without_memory(data: StepData, mode: Any) -> StepData:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model with its config and setting."""
+    """A model with its config and setting, and rows of ``seq_len`` tokens."""
 
     model: str
     setting: Setting
     config: dict[str, Any]
+    seq_len: int = 4096
 
 
 def _cases() -> dict[str, Case]:
-    """Three sizes, adapters and all weights, no block, half of them and all of them computed again; and variants."""
+    """Three sizes, adapters and all weights, no block, half of them and all of them recomputed; variants; long rows."""
     lora = {"adapter": {"rank": 16}, "precision": "bf16"}
     full = {"precision": "bf16_mixed"}
     op = {"activation_checkpointing": {"policy": "op"}}
@@ -225,6 +229,9 @@ def _cases() -> dict[str, Case]:
         "8b_lora_context": Case(model, Setting("fsdp", 1, 8, 0.5, 4, context=4), lora),
         "70b_lora_context": Case(layouts["70b"][0], Setting("hsdp", 2, 8, 1.0, 2, context=2), lora),
         "8b_full_bf16": Case(model, Setting("fsdp", 1, 8, 1.0, 1), {"precision": "bf16"}),
+        "8b_lora_long": Case(model, Setting("fsdp", 1, 8, 1.0, 1, context=8), lora, 131072),
+        "8b_lora_long_tiles": Case(model, Setting("fsdp", 1, 8, 0.0, 1, context=8, mlp_tiles=8), lora, 131072),
+        "8b_lora_long_both": Case(model, Setting("fsdp", 1, 8, 1.0, 1, mlp_tiles=8), lora, 65536),
     }
 
 
@@ -239,7 +246,7 @@ def make_config(case: Case) -> RunConfig:
     raw = case.config | {
         "output_dir": "runs/planner",
         "model": {"path": case.model},
-        "data": {"sources": [{"path": "synthetic:train:10"}], "seq_len": 4096},
+        "data": {"sources": [{"path": "synthetic:train:10"}], "seq_len": case.seq_len},
         "micro_batch_size": setting.micro_batch_size,
         "global_batch_size": setting.micro_batch_size * setting.world_size * setting.accumulation,
         "activation_checkpointing": checkpointing,

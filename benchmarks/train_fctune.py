@@ -39,7 +39,7 @@ def _settings_of(job: Job) -> dict[str, Any]:
         "optimizer": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True},
         "lr_scheduler": {"name": "constant"},
         "clip_grad_norm": CLIP,
-        "activation_checkpointing": {"fraction": job.checkpointed},
+        "activation_checkpointing": {"fraction": job.checkpointed, "mlp_tiles": job.mlp_tiles},
     }
     if job.adapter:
         config["adapter"] = {"rank": RANK, "alpha": ALPHA, "modules": MODULES, "base": job.base}

@@ -180,11 +180,17 @@ class RunConfig:
                 "float32, and adapter.base for the storage of the frozen base",
             )
         length = self.data.seq_len
-        if self.precision in ("float8", "float8_mixed") and isinstance(length, int) and length % 16:
+        if self.has_float8_products and isinstance(length, int) and length % 16:
             problems.add(
                 ("data", "precision"),
                 f"data.seq_len={length}: float8 products need a multiple of 16 tokens, and "
                 f"precision={self.precision}; use {length // 16 * 16 or 16}",
+            )
+        if (tiles := self.activation_checkpointing.mlp_tiles or 1) > 1 and self.has_float8_products:
+            problems.add(
+                ("activation_checkpointing", "precision"),
+                f"activation_checkpointing.mlp_tiles={tiles}: with precision={self.precision}, the numbers of a row "
+                "share a scale, and those of a tile would have another; leave it out, or use precision=bf16",
             )
         if self.parallel.expert > 1:
             key = f"parallel.expert={self.parallel.expert}"
@@ -305,6 +311,11 @@ class RunConfig:
                 f"eval.cases={VALIDATION_CASES}: a run with grpo holds out no rows; specify a JSONL file of cases, or "
                 "set eval.every=0",
             )
+
+    @property
+    def has_float8_products(self) -> bool:
+        """Products are computed in float8, with a scale for each tensor."""
+        return self.precision in ("float8", "float8_mixed")
 
     @property
     def has_reference(self) -> bool:

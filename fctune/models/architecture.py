@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -59,11 +59,13 @@ class Branch:
         inputs: Linears before the branch's mixing, such as queries, keys and values, or gate and up.
         output: Linear that writes the branch's result.
         is_attention: The branch mixes tokens by attention.
+        is_mlp: The branch computes each token by itself, and can be computed in tiles; see ``mlp_tiles``.
     """
 
     inputs: tuple[LinearShape, ...]
     output: LinearShape
     is_attention: bool
+    is_mlp: bool = False
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
@@ -108,6 +110,11 @@ class Block:
         return tuple(linear for branch in self.branches for linear in branch.linears)
 
     @property
+    def without_mlps(self) -> Block:
+        """The block without the branches that can be computed in tiles."""
+        return replace(self, branches=tuple(branch for branch in self.branches if not branch.is_mlp))
+
+    @property
     def num_active_weights(self) -> int:
         """Weights of the linears and experts that each token is multiplied by."""
         linears = sum(linear.in_dim * linear.out_dim for linear in self.linears)
@@ -133,6 +140,7 @@ def find_module_problems(modules: Sequence[str] | str, known: Sequence[str]) -> 
 class Architecture(ABC):
     """Sizes of a decoder, with the names and the weight layout of its family."""
 
+    model_type: str  # of config.json
     vocab_size: int
     num_layers: int
     num_heads: int
@@ -161,6 +169,11 @@ class Architecture(ABC):
     def has_plain_blocks(self) -> bool:
         """The blocks are two fused norms, attention and one gated MLP, which the planner's formulas describe."""
         return False
+
+    @property
+    def has_mlps(self) -> bool:
+        """Some blocks have MLPs that can be computed in tiles."""
+        return any(branch.is_mlp for block in dict.fromkeys(self.blocks) for branch in block.branches)
 
     @property
     def largest_block(self) -> Block:

@@ -4,6 +4,9 @@ Each rank of a group has an equal part of a row's tokens. Around attention, an a
 with all heads into all tokens with its part of the heads, and back (Ulysses, https://arxiv.org/abs/2309.14509). The
 tokens stay in their order, so attention has the bounds of whole rows, and every rank has the same work. Where there are
 fewer key heads than ranks, they are repeated.
+
+More ranks than heads would need ring attention. ring-flash-attn's functions for packed rows call the CUDA kernels of
+flash-attn, of which PyPI has no wheels, and lack windows and sinks; so it is not used.
 """
 
 from __future__ import annotations

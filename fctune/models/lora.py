@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -57,6 +57,13 @@ class AdapterInput:
         """Add a linear that reads this input; returns its index, the argument of ``multiply``."""
         self._readers.append(adapter)
         return len(self._readers) - 1
+
+    def split_(self, inside: Set[nn.Module]) -> None:
+        """Give the readers among these modules an input of their own, with the same dropout, in place."""
+        own = AdapterInput(self.key, self.dropout, self._token_keys)
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            reader.read_(own if reader in inside else self)
 
     def multiply(self, index: int, x: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Return ``dropout(x) A'`` of one reader, ``[..., rank]``; see ``LoRALinear.forward``."""
@@ -114,8 +121,12 @@ class LoRALinear(FrozenLinear):
         self.channel_keys: Tensor
         empty = torch.empty(in_dim, dtype=torch.int32, device=base.weight.device)
         self.register_buffer("channel_keys", empty, persistent=False)
-        self.key, self._input = key, shared
-        self._index = shared.add_reader(self)
+        self.key = key
+        self.read_(shared)
+
+    def read_(self, shared: AdapterInput) -> None:
+        """Make an input the one that this linear reads, in place."""
+        self._input, self._index = shared, shared.add_reader(self)
 
     def init_buffers_(self) -> None:
         """Compute the dropout keys of the input's channels."""
@@ -140,6 +151,16 @@ class LoRALinear(FrozenLinear):
         scale = (self.magnitude / norms).to(x.dtype)
         out = total * scale
         return out if self.bias is None else out + self.bias
+
+
+def separate_inputs_(module: nn.Module) -> None:
+    """Separate what the adapters inside a module read from what others read of the same tensor, in place.
+
+    For a module that is called with parts of the tensor, while others get all of it.
+    """
+    inside = {inner for inner in module.modules() if isinstance(inner, LoRALinear)}
+    for shared in {adapter._input for adapter in inside}:
+        shared.split_(inside)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from fctune.models.causal_lm import CausalLM
 from fctune.models.forward_override import override_forward_
 from fctune.models.frozen_linear import is_linear
 from fctune.models.grouped_products import product_operators
+from fctune.models.mlp_tiles import tile_mlps_
 
 # Compilations of blocks of one kind: unpacked rows of changing lengths take two for each of the six kinds of graph.
 _MAX_GRAPHS = 16
@@ -34,11 +35,16 @@ _PRODUCTS = {
 
 
 def apply_activation_checkpointing_(
-    model: CausalLM, config: ActivationCheckpointingConfig, device_type: str, fraction: float | None = None
+    model: CausalLM,
+    config: ActivationCheckpointingConfig,
+    device_type: str,
+    fraction: float | None = None,
+    mlp_tiles: int | None = None,
 ) -> None:
     """Make an evenly spread fraction of the blocks recompute their activations in backward, in place.
 
-    ``fraction`` is the one that ``MemoryModel.choose_fraction`` returns; None takes the config's.
+    ``fraction`` and ``mlp_tiles`` are those of a ``ParallelLayout``; None takes the config's. With ``mlp_tiles``, all
+    blocks compute their MLPs in tiles, which are recomputed one by one.
 
     A block saves only its input (policy ``block``), or also the outputs of attention and of every second matrix product
     (policy ``op``), which are cheaper to store than to recompute. Offloading keeps the inputs in the host's memory.
@@ -52,6 +58,8 @@ def apply_activation_checkpointing_(
             "on CPU; set activation_checkpointing.offload=false."
         )
     fraction = (config.fraction or 0.0) if fraction is None else fraction
+    if (mlp_tiles or config.mlp_tiles or 1) > 1:
+        tile_mlps_(model, mlp_tiles or config.mlp_tiles or 1)
     offloading = _Offloading() if config.offload else None
     recompute = _recompute_cheap if config.policy == "op" else _recompute_all
     for index, block in enumerate(model.blocks):

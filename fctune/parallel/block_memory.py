@@ -25,6 +25,7 @@ from fctune.models.block_kinds import repeats_skipped
 from fctune.models.causal_lm import CausalLM
 from fctune.models.context_exchange import count_repeats
 from fctune.models.lora import apply_lora_
+from fctune.models.mlp_tiles import tile_mlps_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_shapes
 
@@ -47,15 +48,35 @@ class BlockActivations:
     temporary: int  # in addition, at the peak of the block's backward
     dequantization: int  # in addition, while backward dequantizes a 4-bit weight
     dequantization_constant: int  # the same, per block
+    kept_by_mlps: int = 0  # part of ``kept`` that MLPs in tiles do not keep
+    copies_by_mlps: int = 0  # the same of ``adapter_copies``
+    temporary_of_rest: int = 0  # at the peak of the backward of what is not in tiles
+    width_of_ends: int = 0  # of a block's output, and of the gradient of it
 
-    def total(self, tokens: int) -> int:
-        """Return the bytes that a block without checkpointing keeps."""
-        return self.kept * tokens + self.adapter_copies
+    def total(self, tokens: int, tiles: int = 1) -> int:
+        """Return the bytes that a block without checkpointing keeps, with its MLPs computed in so many tiles."""
+        if tiles == 1:
+            return self.kept * tokens + self.adapter_copies
+        return (self.kept - self.kept_by_mlps) * tokens + self.adapter_copies - self.copies_by_mlps
 
-    def backward_extra(self, tokens: int) -> int:
-        """Return the peak bytes that the block's backward needs in addition to the kept tensors."""
+    def forward_extra(self, tokens: int, tiles: int = 1) -> int:
+        """Return the peak bytes that the block's forward needs besides the kept tensors: a tile's, and its output."""
+        if tiles == 1:
+            return 0
+        return (self.kept_by_mlps // tiles + self.width_of_ends) * tokens + self.copies_by_mlps
+
+    def backward_extra(self, tokens: int, tiles: int = 1) -> int:
+        """Return the peak bytes that the block's backward needs in addition to the kept tensors.
+
+        While tiles are computed, the gradients of the block's output and of the MLP's input exist in full.
+        """
         dequantization = self.dequantization * tokens + self.dequantization_constant
-        return max(self.temporary * tokens, dequantization if self.dequantization_constant else 0)
+        temporary = self.temporary * tokens
+        if tiles > 1:
+            ends = self.width_of_ends
+            in_tiles = 2 * ends + (self.kept_by_mlps + self.temporary - ends) // tiles
+            temporary = max(in_tiles * tokens + self.copies_by_mlps, self.temporary_of_rest * tokens)
+        return max(temporary, dequantization if self.dequantization_constant else 0)
 
 
 def count_block_activations(a: Architecture, config: RunConfig, width: int) -> BlockActivations:
@@ -66,7 +87,7 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     one. With dropout, the adapters of an input keep it dropped, and a byte mask; with DoRA, each adapted linear keeps
     the sum that it scales. When compiled, functorch's min-cut partitioner recomputes the activation, RoPE's tables and
     some of DoRA's sums, so that slightly less is kept than counted here. Tensors that other blocks keep in eager mode
-    are counted in a forward pass on the meta device (``trace_blocks``).
+    are counted in a forward pass on the meta device (``trace_blocks``). Of an MLP in tiles, only the input is kept.
 
     Args:
         a: Sizes of the model.
@@ -75,48 +96,11 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     """
     d, adapter, block = a.embed_dim, config.adapter, a.largest_block
     names = find_adapted_names(a, config)
-    adapted = find_adapted(block.linears, names)
-    keeping = block.linears if adapter is None else adapted
-    mlps = [branch for branch in block.branches if not branch.is_attention]
-    small = 4 * a.num_heads + 2 * 4
-    # What linears before the mixing write, and, of attention, what the last one reads.
-    mixed = sum(linear.out_dim for branch in block.branches for linear in branch.inputs)
-    mixed += sum(branch.output.in_dim for branch in block.branches if branch.is_attention)
-    activated = sum(branch.output.in_dim for branch in mlps)
-    inner = sum(adapter.rank for _ in adapted) if adapter is not None else 0
-    # Adapters are stored in float32; computing in float32 needs no copy.
-    rank, is_copied = (adapter.rank if adapter is not None else 0), width < 4
-    copies = rank * width * sum(linear.out_dim for linear in adapted) if is_copied else 0
-    # The A matrices of the linears that share an input are stacked.
-    inputs = find_adapter_inputs(block, names)
-    copies += sum(rank * width * one.in_dim * one.num_adapters for one in inputs if is_copied or one.num_adapters > 1)
-    kept = 2 * d + mixed + inner
-    masks = 0
-    if config.compile:
-        small += 8  # position ids
-    else:
-        kept += activated  # of the gate
-        small += 2 * 4 * a.head_dim  # RoPE's table at each position, for q and k
-    if adapter is not None and adapter.dropout > 0:
-        kept += sum(one.in_dim for one in inputs)
-        if config.compile:
-            small += 4 * len(inputs)  # token keys, of which backward computes the masks again
-        else:
-            masks = sum(one.in_dim for one in inputs)
-    else:
-        kept += sum(d for branch in block.branches if any(linear in keeping for linear in branch.inputs))
-        kept += sum(branch.output.in_dim for branch in mlps if branch.output in keeping)
-    if adapter is not None and adapter.dora:
-        kept += d + sum(linear.out_dim for linear in adapted)
-    experts, experts_temporary = _count_experts(a, block, config, names)
-    kept += experts
-    everything = kept * width + masks + small
-    # SwiGLU's backward: the incoming gradient and those of both branches; its output has been released by then.
-    is_output_kept = adapter is None or any(branch.output in adapted for branch in mlps)
-    temporary = ((2 if is_output_kept else 3) * activated + d) * width
-    if masks:
-        temporary = max(temporary, 12 * max(one.in_dim for one in inputs))  # three 32-bit hashes at once
-    temporary = max(temporary, experts_temporary * width)
+    rest = block.without_mlps
+    num_mlps = len(block.branches) - len(rest.branches)
+    everything, copies = _count_kept(a, block, config, width, names), _count_copies(block, config, width, names)
+    in_tiles = _count_kept(a, rest, config, width, names) + num_mlps * d * width
+    copies_in_tiles = _count_copies(rest, config, width, names)
     largest = max(block.linears, key=lambda linear: linear.in_dim * linear.out_dim)
     constant = 0
     if adapter is not None and adapter.base == "nf4":
@@ -124,10 +108,90 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
         constant = (8 + 3 * width) * largest.in_dim * largest.out_dim
     if not a.has_plain_blocks and not config.compile and (traced := trace_blocks(a, config, width)) is not None:
         everything, copies = math.ceil(traced.per_token), math.ceil(traced.constant)
+        if num_mlps and (traced := trace_blocks(a, config, width, mlp_tiles=2)) is not None:
+            in_tiles, copies_in_tiles = math.ceil(traced.per_token), math.ceil(traced.constant)
     # Policy op keeps no outputs of experts' products.
     operators = d + d + _every_second_product(block, config, names)
-    dequantized = (largest.in_dim + largest.out_dim) * width
-    return BlockActivations(everything, copies, operators * width + small, d * width, temporary, dequantized, constant)
+    attending = [branch for branch in rest.branches if branch.is_attention]
+    heads = sum(branch.output.in_dim for branch in attending)
+    # The gradients of attention's output and of all that it reads.
+    mixing = 2 * heads + sum(linear.out_dim for branch in attending for linear in branch.inputs)
+    return BlockActivations(
+        kept=everything,
+        adapter_copies=copies,
+        kept_policy_op=operators * width + _count_small(a, config, len(find_adapter_inputs(block, names))),
+        kept_policy_block=d * width,
+        temporary=_count_temporary(a, block, config, width, names),
+        dequantization=(largest.in_dim + largest.out_dim) * width,
+        dequantization_constant=constant,
+        kept_by_mlps=everything - in_tiles if num_mlps else 0,
+        copies_by_mlps=copies - copies_in_tiles if num_mlps else 0,
+        temporary_of_rest=max(mixing * width, _count_temporary(a, rest, config, width, names)),
+        width_of_ends=d * width,
+    )
+
+
+def _count_kept(a: Architecture, block: Block, config: RunConfig, width: int, names: Set[str]) -> int:
+    """Count the bytes per token that a block keeps, by the formulas."""
+    d, adapter = a.embed_dim, config.adapter
+    adapted = find_adapted(block.linears, names)
+    keeping = block.linears if adapter is None else adapted
+    mlps = [branch for branch in block.branches if not branch.is_attention]
+    # What linears before the mixing write, and, of attention, what the last one reads.
+    mixed = sum(linear.out_dim for branch in block.branches for linear in branch.inputs)
+    mixed += sum(branch.output.in_dim for branch in block.branches if branch.is_attention)
+    inner = sum(adapter.rank for _ in adapted) if adapter is not None else 0
+    inputs = find_adapter_inputs(block, names)
+    kept, masks = 2 * d + mixed + inner, 0
+    if not config.compile:
+        kept += sum(branch.output.in_dim for branch in mlps)  # of the gate
+    if adapter is not None and adapter.dropout > 0:
+        kept += sum(one.in_dim for one in inputs)
+        masks = 0 if config.compile else sum(one.in_dim for one in inputs)
+    else:
+        kept += sum(d for branch in block.branches if any(linear in keeping for linear in branch.inputs))
+        kept += sum(branch.output.in_dim for branch in mlps if branch.output in keeping)
+    if adapter is not None and adapter.dora:
+        kept += d + sum(linear.out_dim for linear in adapted)
+    return (kept + _count_experts(a, block, config, names)[0]) * width + masks + _count_small(a, config, len(inputs))
+
+
+def _count_copies(block: Block, config: RunConfig, width: int, names: Set[str]) -> int:
+    """Count the bytes of a block's adapters in the compute dtype.
+
+    They are stored in float32, so that computing in float32 needs no copy; but the A matrices of the linears that share
+    an input are stacked.
+    """
+    if config.adapter is None:
+        return 0
+    is_copied, rank_bytes = width < 4, config.adapter.rank * width
+    inputs = find_adapter_inputs(block, names)
+    copied = sum(one.in_dim * one.num_adapters for one in inputs if is_copied or one.num_adapters > 1)
+    outputs = sum(linear.out_dim for linear in find_adapted(block.linears, names)) if is_copied else 0
+    return rank_bytes * (copied + outputs)
+
+
+def _count_small(a: Architecture, config: RunConfig, num_inputs: int) -> int:
+    """Count the bytes per token that a block keeps whatever its width; adapters read ``num_inputs`` tensors."""
+    small = 4 * a.num_heads + 2 * 4
+    if not config.compile:
+        return small + 2 * 4 * a.head_dim  # RoPE's table at each position, for q and k
+    # Position ids; and of dropout the token keys, of which backward computes the masks again.
+    return small + 8 + (4 * num_inputs if config.adapter is not None and config.adapter.dropout > 0 else 0)
+
+
+def _count_temporary(a: Architecture, block: Block, config: RunConfig, width: int, names: Set[str]) -> int:
+    """Count the bytes per token of what the backward of MLPs, dropout and experts needs in addition."""
+    adapter, adapted = config.adapter, find_adapted(block.linears, names)
+    mlps = [branch for branch in block.branches if not branch.is_attention]
+    # SwiGLU's backward: the incoming gradient and those of both branches; its output has been released by then.
+    is_output_kept = adapter is None or any(branch.output in adapted for branch in mlps)
+    activated = sum(branch.output.in_dim for branch in mlps)
+    temporary = ((2 if is_output_kept else 3) * activated + a.embed_dim) * width
+    if adapter is not None and adapter.dropout > 0 and not config.compile and adapted:
+        hashed = max(one.in_dim for one in find_adapter_inputs(block, names))
+        temporary = max(temporary, 12 * hashed)  # three 32-bit hashes at once
+    return max(temporary, _count_experts(a, block, config, names)[1] * width)
 
 
 def count_shared_row_bytes(a: Architecture, config: RunConfig, width: int, context: int) -> int:
@@ -216,18 +280,21 @@ class TracedBlocks:
     constant: float
 
 
-def trace_blocks(a: Architecture, config: RunConfig, width: int) -> TracedBlocks | None:
+def trace_blocks(a: Architecture, config: RunConfig, width: int, mlp_tiles: int = 1) -> TracedBlocks | None:
     """Count the bytes that the blocks keep in eager mode; None if they need values of tensors to run.
 
     Args:
         a: Sizes of the model.
         config: Config of the run.
         width: Bytes per element in the compute dtype.
+        mlp_tiles: Parts of a row in which MLPs are computed.
     """
     model = build_shapes(a, config.data.row_tokens, PrecisionPolicy.uniform(_DTYPES[width]))
     kinds = model.block_kinds()
     if config.adapter is not None:
         apply_lora_(model, replace(config.adapter, base="bf16"))  # quantised weights keep the same activations
+    if mlp_tiles > 1:
+        tile_mlps_(model, mlp_tiles)
     model.train()
     try:
         short, long = (_trace(model, kinds, length) for length in _LENGTHS)

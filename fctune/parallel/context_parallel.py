@@ -19,18 +19,18 @@ def check_context_parallelism(model: CausalLM, num_ranks: int, world_size: int) 
     """
     if num_ranks == 1:
         return
-    key = f"parallel.context={num_ranks}"
+    key, name = f"parallel.context={num_ranks}", f"model_type={model.architecture.model_type!r}"
     if world_size % num_ranks:
         raise ConfigError(f"{key}: does not divide the {world_size} ranks of this run; use a number that does.")
     if model.state_layers:
         raise ConfigError(
-            f"{key}: a row cannot be split over ranks in this model, because some layers carry state along it "
-            f"({model.state_layers}); leave it out."
+            f"{key}: a row of {name} cannot be split over ranks, because some layers carry state along it "
+            f"({model.state_layers}); leave it out, and use activation_checkpointing for long rows."
         )
     if not _divides_heads(model, num_ranks):
         fitting = [str(num) for num in range(1, world_size + 1) if can_share_rows(model, num, world_size)]
         counts = " and ".join(f"{heads} heads with {kv} of keys" for heads, kv in sorted(model.head_counts))
-        raise ConfigError(f"{key}: does not divide the attention of this model, {counts}; use {' or '.join(fitting)}.")
+        raise ConfigError(f"{key}: does not divide the attention of {name}, {counts}; use {' or '.join(fitting)}.")
 
 
 def can_share_rows(model: CausalLM, num_ranks: int, world_size: int) -> bool:

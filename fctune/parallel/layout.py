@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fctune.base.errors import ConfigError
+from fctune.base.gpus import Gpu
 from fctune.config.schema import RunConfig
 from fctune.config.sections.parallel import ParallelConfig
+from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import check_nf4_shards
 from fctune.models.loss import MAX_LOGITS
 from fctune.parallel.context_parallel import can_share_rows, check_context_parallelism
 from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint
-from fctune.parallel.memory import MemoryModel
+from fctune.parallel.memory import MemoryModel, Setting
+from fctune.parallel.speed import count_flops, estimate_step_time
 
 _MAX_SUGGESTED_SHARDS = 8192
+
+# Tiles of a row that a run chooses; an eighth of an MLP's activations is less than what the rest of its block needs.
+MLP_TILES = 8
+
+# Tokens of a tile below which products are slower than planned: they are a few waves of blocks on an H100, the last one
+# half empty. An assumption.
+_MIN_TILE = 2048
+
+# How many times as fast a layout must be by the plan to be chosen instead of one with fewer ranks to a row.
+_WORTHWHILE = 1.05
+
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The ranks of a run; ``memory_bytes`` is that of one rank's device, or None if unknown."""
+    """The ranks of a run; ``memory_bytes`` is that of one rank's device, and ``gpu`` its rates; None if unknown."""
 
     device_type: str
     world_size: int
     ranks_per_node: int
     memory_bytes: int | None = None
+    gpu: Gpu | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -45,7 +62,8 @@ class ParallelLayout:
     """``replicate`` copies of the model, each sharded over ``shard`` ranks; ``reason`` is for the log.
 
     ``fraction`` is the share of the blocks that are checkpointed and ``max_logits`` the number of logits computed at
-    once; see ``choose_fraction`` and ``choose_max_logits`` of ``MemoryModel``. ``context`` ranks share each row.
+    once; see ``choose_fraction`` and ``choose_max_logits`` of ``MemoryModel``. ``context`` ranks share each row, and
+    MLPs are computed in ``mlp_tiles``.
     """
 
     mode: Literal["none", "ddp", "fsdp", "hsdp"]
@@ -55,6 +73,12 @@ class ParallelLayout:
     fraction: float = 0.0
     max_logits: int = MAX_LOGITS
     context: int = 1
+    mlp_tiles: int = 1
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """How rows are split, as arguments of ``MemoryModel``'s methods."""
+        return {"context": self.context, "mlp_tiles": self.mlp_tiles}
 
     def __str__(self) -> str:
         shape = {
@@ -68,10 +92,11 @@ class ParallelLayout:
 
 
 def choose_layout(config: RunConfig, model: CausalLM, hardware: Hardware, memory: MemoryModel) -> ParallelLayout:
-    """Return the layout of a run, with its checkpointed blocks and the logits computed at once.
+    """Return the layout of a run, with its checkpointed blocks, MLPs in tiles and the logits computed at once.
 
     The planner and the run itself choose by it. Unless configured, as few ranks of a node share a row as it needs to
-    fit; if it fits with none of these numbers, none share.
+    fit, and MLPs are computed in tiles if no number of ranks fits without. Where either may save time on a known GPU,
+    what fits is compared by the planned time of full rows. If nothing fits, no ranks share.
 
     Args:
         config: Config of the run.
@@ -83,16 +108,76 @@ def choose_layout(config: RunConfig, model: CausalLM, hardware: Hardware, memory
         ConfigError: A layout that does not divide the ranks, or that the model or the optimizer does not support.
     """
     check_expert_parallelism(model, config.parallel.expert, hardware.world_size)
+    contexts, tiles = list_contexts(config, model, hardware), list_mlp_tiles(config, memory.architecture)
     if config.parallel.context is not None:
         check_context_parallelism(model, config.parallel.context, hardware.world_size)
-        return _choose_for_context(config, model, hardware, memory, config.parallel.context)
-    whole = _choose_for_context(config, model, hardware, memory, 1)
-    for context in list_contexts(config, model, hardware):
-        layout = whole if context == 1 else _choose_for_context(config, model, hardware, memory, context)
-        required = memory.required(hardware.world_size, layout.shard, fraction=layout.fraction, context=context)
+        contexts = [config.parallel.context]
+    fitting: list[ParallelLayout] = []
+    for mlp_tiles, context in itertools.product(tiles, contexts):
+        if fitting and not may_save_time(config, hardware.world_size, mlp_tiles, context):
+            continue
+        layout = _choose_for_rows(config, model, hardware, memory, context, mlp_tiles)
+        required = memory.required(hardware.world_size, layout.shard, fraction=layout.fraction, **layout.rows)
         if hardware.can_hold(required):
-            return layout
-    return whole
+            fitting.append(layout)
+            if hardware.gpu is None:
+                break
+    if not fitting:
+        return _choose_for_rows(config, model, hardware, memory, contexts[0], tiles[-1])
+    return choose_faster(fitting, partial(_estimate_rate, memory, hardware))
+
+
+def may_save_time(config: RunConfig, world_size: int, mlp_tiles: int, context: int) -> bool:
+    """Return whether a number of tiles and of ranks that share a row may be faster than what fits with less of both.
+
+    In long rows, both replace the recomputation of attention, and ranks without rows of their own can share others'.
+    """
+    if mlp_tiles > 1 and config.data.row_tokens // context < _MIN_TILE * mlp_tiles:
+        return False
+    return config.data.row_tokens >= _MIN_TILE * MLP_TILES or config.global_batch_size < world_size
+
+
+def choose_faster(choices: Sequence[Choice], rate: Callable[[Choice], float]) -> Choice:
+    """Return the first of some choices, or a later one that is faster by more than what plans are wrong by."""
+    best = choices[0]
+    for choice in choices[1:]:
+        if rate(choice) > _WORTHWHILE * rate(best):
+            best = choice
+    return best
+
+
+def _make_setting(memory: MemoryModel, layout: ParallelLayout) -> Setting:
+    shape = layout.mode, layout.replicate, layout.shard, layout.fraction, memory.config.micro_batch_size, 1
+    return memory.with_accumulation(Setting(*shape, layout.max_logits, layout.context, layout.mlp_tiles))
+
+
+def _estimate_rate(memory: MemoryModel, hardware: Hardware, layout: ParallelLayout) -> float:
+    """Return the planned steps per second, of rows that are one conversation each."""
+    assert hardware.gpu is not None
+    setting, config = _make_setting(memory, layout), memory.config
+    pairs, size = (config.data.row_tokens + 1) / 2, setting.micro_batch_size / setting.context
+    shares = setting.fraction, memory.supervised_share, pairs
+    flops = count_flops(memory, *shares, setting.max_logits, size, setting.mlp_tiles)
+    packs, local = config.global_batch_size, hardware.ranks_per_node
+    return 1 / estimate_step_time(memory, hardware.gpu, setting, flops, packs, local).total_s
+
+
+def list_mlp_tiles(config: RunConfig, architecture: Architecture) -> list[int]:
+    """Return the numbers of tiles that a run chooses from, the preferred one first.
+
+    Raises:
+        ConfigError: Tiles for a model without such MLPs.
+    """
+    configured = config.activation_checkpointing.mlp_tiles
+    if (configured or 1) > 1 and not architecture.has_mlps:
+        raise ConfigError(
+            f"activation_checkpointing.mlp_tiles={configured}: model_type={architecture.model_type!r} has no MLPs "
+            "besides experts; leave it out."
+        )
+    if configured is not None:
+        return [configured]
+    is_exact = config.activation_checkpointing.policy == "block" and not config.has_float8_products
+    return [1, MLP_TILES] if is_exact and architecture.has_mlps else [1]
 
 
 def list_contexts(config: RunConfig, model: CausalLM, hardware: Hardware) -> list[int]:
@@ -103,16 +188,16 @@ def list_contexts(config: RunConfig, model: CausalLM, hardware: Hardware) -> lis
     return [n for n in range(1, local + 1) if local % n == 0 and can_share_rows(model, n, world_size)]
 
 
-def _choose_for_context(
-    config: RunConfig, model: CausalLM, hardware: Hardware, memory: MemoryModel, context: int
+def _choose_for_rows(
+    config: RunConfig, model: CausalLM, hardware: Hardware, memory: MemoryModel, context: int, mlp_tiles: int
 ) -> ParallelLayout:
-    world_size = hardware.world_size
-    estimate = partial(memory.required, world_size, context=context)
+    world_size, rows = hardware.world_size, {"context": context, "mlp_tiles": mlp_tiles}
+    estimate = partial(memory.required, world_size, **rows)
     layout = choose_parallel_layout(config.parallel, hardware, config.adapter is not None, estimate)
     check_layout(config, model, layout.mode, layout.shard)
-    fraction = memory.choose_fraction(world_size, layout.shard, context)
-    max_logits = memory.choose_max_logits(world_size, layout.shard, fraction, context)
-    return replace(layout, fraction=fraction, max_logits=max_logits, context=context)
+    fraction = memory.choose_fraction(world_size, layout.shard, **rows)
+    max_logits = memory.choose_max_logits(world_size, layout.shard, fraction, **rows)
+    return replace(layout, fraction=fraction, max_logits=max_logits, context=context, mlp_tiles=mlp_tiles)
 
 
 def choose_parallel_layout(

@@ -65,6 +65,7 @@ class Setting:
     accumulation: int = 1  # micro-batches per step
     max_logits: int | None = None  # computed at once; None: the default
     context: int = 1  # ranks that share each pack
+    mlp_tiles: int = 1  # parts of a pack in which MLPs are computed
 
     @property
     def num_shares(self) -> int:
@@ -273,24 +274,25 @@ class MemoryModel:
         max_logits: int | None = None,
         fraction: float | None = None,
         context: int = 1,
+        mlp_tiles: int = 1,
     ) -> Footprint:
         """Return the peak footprint of the config with each replica sharded over ``num_shards`` ranks.
 
         Without ``fraction``, as many blocks are checkpointed as ``choose_fraction`` returns.
         """
         if fraction is None:
-            fraction = self.choose_fraction(world_size, num_shards, context)
+            fraction = self.choose_fraction(world_size, num_shards, context, mlp_tiles)
         mode = "fsdp" if num_shards > 1 else "ddp" if world_size > 1 else "none"
         size = self.config.micro_batch_size
         copies = max(1, world_size // num_shards)
-        setting = Setting(mode, copies, num_shards, fraction, size, max_logits=max_logits, context=context)
+        setting = Setting(mode, copies, num_shards, fraction, size, 1, max_logits, context, mlp_tiles)
         return self.peak(self.with_accumulation(setting)).footprint
 
     def _fits(self, footprint: Footprint) -> bool:
         assert self.device_bytes is not None
         return footprint.total <= SAFE_SHARE * self.device_bytes
 
-    def choose_fraction(self, world_size: int, num_shards: int, context: int = 1) -> float:
+    def choose_fraction(self, world_size: int, num_shards: int, context: int = 1, mlp_tiles: int = 1) -> float:
         """Return the share of the blocks that are checkpointed: the config's, or the smallest that fits in memory.
 
         That is all of them if none fits, and none if the memory is unknown.
@@ -300,10 +302,12 @@ class MemoryModel:
         if self.device_bytes is None:
             return 0.0
         fractions = [step / _FRACTION_STEPS for step in range(_FRACTION_STEPS + 1)]
-        required = partial(self.required, world_size, num_shards, context=context)
+        required = partial(self.required, world_size, num_shards, context=context, mlp_tiles=mlp_tiles)
         return next((f for f in fractions if self._fits(required(fraction=f))), 1.0)
 
-    def choose_max_logits(self, world_size: int, num_shards: int, fraction: float, context: int = 1) -> int:
+    def choose_max_logits(
+        self, world_size: int, num_shards: int, fraction: float, context: int = 1, mlp_tiles: int = 1
+    ) -> int:
         """Return the largest number of logits to compute at once that fits in memory with these checkpointed blocks.
 
         It is the default unless the memory of a GPU is known: on CPUs, more logits take more time, not less.
@@ -311,7 +315,8 @@ class MemoryModel:
         if self.device_bytes is None or not self.is_cuda:
             return MAX_LOGITS
         choices = (factor * MAX_LOGITS for factor in _LOGITS_FACTORS)
-        required = partial(self.required, world_size, num_shards, fraction=fraction, context=context)
+        rows: dict[str, int] = {"context": context, "mlp_tiles": mlp_tiles}
+        required = partial(self.required, world_size, num_shards, fraction=fraction, **rows)
         return next((n for n in choices if self._fits(required(max_logits=n))), MAX_LOGITS)
 
     def with_accumulation(self, setting: Setting) -> Setting:
@@ -324,7 +329,7 @@ class MemoryModel:
         """Return the most packs per micro-batch, up to ``most``, that fit with a safety margin; 0 if none does."""
         low, high = 0, max(1, most)
         while low < high:
-            middle = (low + high + 1) // 2
+            middle = (low + high + 1) // 2 if low else 1  # whether any fits comes first
             accumulation = math.ceil(global_batch_size / (middle * setting.num_shares))
             tried = replace(setting, micro_batch_size=middle, accumulation=accumulation)
             low, high = (middle, high) if self._fits(self.peak(tried).footprint) else (low, middle - 1)
@@ -353,7 +358,8 @@ class _Timeline:
         copied = max(block.copied_bytes for block in memory.blocks)
         self.width = memory.precision.compute_dtype.itemsize
         shared = count_shared_row_bytes(memory.architecture, config, self.width, setting.context) * self.tokens
-        self.all_kept = work.total(self.tokens) + copied + shared  # by a block that is not checkpointed
+        # By a block that is not checkpointed.
+        self.all_kept = work.total(self.tokens, setting.mlp_tiles) + copied + shared
         self.kept = [kept * self.tokens if again else self.all_kept for again in chosen]
         if config.activation_checkpointing.offload:
             # The inputs of a few checkpointed blocks are in transfer; the others are on the host.
@@ -403,7 +409,9 @@ class _Timeline:
                 self._accumulated(self.num_blocks),
                 gathered=self._gathered(index, buffers=2 * self.gather_buffers),
                 activations=sum(self.kept[:index]),
-                working=self.all_kept + work.dequantization_constant,
+                working=self.all_kept
+                + work.forward_extra(self.tokens, self.setting.mlp_tiles)
+                + work.dequantization_constant,
             ),
         )
 
@@ -426,7 +434,7 @@ class _Timeline:
 
     def _backward(self, index: int) -> Peak:
         work = self.memory.block_activations
-        extra, total = work.backward_extra(self.tokens), self.all_kept
+        extra, total = work.backward_extra(self.tokens, self.setting.mlp_tiles), self.all_kept
         is_checkpointed = self.is_checkpointed[index]
         has_next = index + 1 < self.num_blocks
         held = self._accumulated(index + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,15 @@ from fctune.models.sources import read_architecture
 from fctune.parallel.context_parallel import check_context_parallelism
 from fctune.parallel.expert_parallel import check_expert_parallelism
 from fctune.parallel.footprint import GIB, SAFE_SHARE
-from fctune.parallel.layout import Hardware, check_layout, choose_layout, list_contexts
+from fctune.parallel.layout import (
+    Hardware,
+    check_layout,
+    choose_faster,
+    choose_layout,
+    list_contexts,
+    list_mlp_tiles,
+    may_save_time,
+)
 from fctune.parallel.memory import MemoryModel, Peak, Setting
 from fctune.parallel.speed import Flops, KernelTimes, StepTime, count_flops, estimate_kernel_times, estimate_step_time
 
@@ -96,19 +105,20 @@ class LayoutSearch:
     def configured(self) -> tuple[Setting, str]:
         """Return the setting that a run of this config chooses, and the reason for its layout."""
         config = self.config
-        hardware = Hardware("cuda", self.world_size, self.gpus_per_node, self.gpu.memory_bytes)
+        hardware = self._hardware(self.world_size)
         # A run chooses its layout before it knows which share of its data is supervised.
         layout = choose_layout(config, self.model, hardware, self.memory.with_supervised_share(1.0))
         shape = layout.mode, layout.replicate, layout.shard
         size = config.micro_batch_size
-        setting = Setting(*shape, layout.fraction, size, max_logits=layout.max_logits, context=layout.context)
+        rows = layout.context, layout.mlp_tiles
+        setting = Setting(*shape, layout.fraction, size, 1, layout.max_logits, *rows)
         return self.memory.with_accumulation(setting), layout.reason
 
     def flops(self, setting: Setting) -> Flops:
         """Return the FLOPs per token of a setting."""
         shares = setting.fraction, self.supervised_share, self.pairs_per_token
         size = setting.micro_batch_size / setting.context
-        return count_flops(self.memory, *shares, setting.max_logits, size)
+        return count_flops(self.memory, *shares, setting.max_logits, size, setting.mlp_tiles)
 
     def time(self, setting: Setting) -> StepTime:
         """Return the step time of a setting."""
@@ -131,13 +141,14 @@ class LayoutSearch:
     def kernel_times(self, setting: Setting) -> KernelTimes:
         """Return the time of each kind of kernel in a setting."""
         tokens = setting.micro_batch_size * self.slots_per_pack / setting.context
-        return estimate_kernel_times(self.memory, self.gpu, setting.fraction, self.flops(setting), tokens)
+        shares = setting.fraction, self.flops(setting), tokens, setting.mlp_tiles
+        return estimate_kernel_times(self.memory, self.gpu, *shares)
 
-    def variants(self, nodes: int, context: int | None = None) -> list[Variant]:
+    def variants(self, nodes: int, context: int | None = None, mlp_tiles: int | None = None) -> list[Variant]:
         """Return every layout with every checkpointed fraction, each at the largest micro-batch that fits.
 
-        Unless it is given or configured how many ranks share a row, they do so only if no layout fits without, and then
-        as few as one of them needs.
+        Unless they are given or configured, the ranks that share a row and the tiles of MLPs are chosen as a run does:
+        as few as a layout needs to fit, or more where they save time.
         """
         local = self.gpus_per_node
         world_size = nodes * local
@@ -150,26 +161,36 @@ class LayoutSearch:
             replicas = self.config.parallel.replicate
             if replicas is not None and world_size % replicas == 0 and 1 < replicas < world_size and replicas != nodes:
                 layouts.append(("hsdp", replicas, world_size // replicas))
-        hardware = Hardware("cuda", world_size, local, self.gpu.memory_bytes)
         chosen = context or self.config.parallel.context
-        whole: list[Variant] = []
-        for ranks in list_contexts(self.config, self.model, hardware) if chosen is None else [chosen]:
-            settings = [
-                Setting(mode, replicate, shard, fraction, self.config.micro_batch_size, context=ranks)
-                for mode, replicate, shard in layouts
-                for fraction in _FRACTIONS
-            ]
-            variants = [self._evaluate(setting) for setting in settings if self._is_valid(setting)]
+        contexts = list_contexts(self.config, self.model, self._hardware(world_size)) if chosen is None else [chosen]
+        all_tiles = list_mlp_tiles(self.config, self.architecture) if mlp_tiles is None else [mlp_tiles]
+        fitting: list[list[Variant]] = []
+        for tiles, ranks in itertools.product(all_tiles, contexts):
+            if fitting and not may_save_time(self.config, world_size, tiles, ranks):
+                continue
+            variants = self._evaluate_all(layouts, ranks, tiles)
             if any(variant.fits for variant in variants):
-                return variants
-            whole = whole or variants
-        return whole
+                fitting.append(variants)
+        if not fitting:
+            return self._evaluate_all(layouts, contexts[0], all_tiles[-1])
+        return choose_faster(fitting, lambda found: _find_fastest(found).tokens_per_s_per_gpu)
+
+    def _evaluate_all(self, layouts: Sequence[tuple[str, int, int]], context: int, mlp_tiles: int) -> list[Variant]:
+        """Evaluate layouts, given as mode, replicas and shards, with each fraction of checkpointed blocks."""
+        settings = [
+            Setting(*layout, fraction, self.config.micro_batch_size, context=context, mlp_tiles=mlp_tiles)
+            for layout in layouts
+            for fraction in _FRACTIONS
+        ]
+        return [self._evaluate(setting) for setting in settings if self._is_valid(setting)]
+
+    def _hardware(self, world_size: int) -> Hardware:
+        return Hardware("cuda", world_size, self.gpus_per_node, self.gpu.memory_bytes, self.gpu)
 
     def find_larger_context(self, setting: Setting) -> int | None:
         """Return the next number of ranks that could share a row of this setting; None if there is none."""
-        hardware = Hardware("cuda", setting.world_size, self.gpus_per_node, self.gpu.memory_bytes)
-        larger = (n for n in list_contexts(self.config, self.model, hardware) if n > setting.context)
-        return next(larger, None)
+        possible = list_contexts(self.config, self.model, self._hardware(setting.world_size))
+        return next((ranks for ranks in possible if ranks > setting.context), None)
 
     def largest_micro_batch(self, setting: Setting) -> int:
         """Return the most packs per micro-batch that fit with a safety margin; 0 if none does."""
@@ -214,6 +235,10 @@ class LayoutSearch:
         if config.parallel.cpu_offload or config.parallel.expert > 1:  # experts that are spread are not offloaded
             return remedies
         return [*remedies, f"parallel.cpu_offload=true{' parallel.mode=fsdp' if config.parallel.mode == 'ddp' else ''}"]
+
+
+def _find_fastest(variants: Sequence[Variant]) -> Variant:
+    return max((v for v in variants if v.fits), key=lambda v: v.tokens_per_s_per_gpu)
 
 
 def fit_seq_len(
@@ -273,9 +298,7 @@ def _find_obstacle(config: RunConfig, architecture: Architecture, hardware: Hard
         layout = choose_layout(config, model, hardware, memory)
     except ConfigError as error:  # layers that attend otherwise at this length
         return str(error).rstrip(".")
-    needed = memory.required(
-        hardware.world_size, layout.shard, layout.max_logits, layout.fraction, context=layout.context
-    )
+    needed = memory.required(hardware.world_size, layout.shard, layout.max_logits, layout.fraction, **layout.rows)
     if hardware.can_hold(needed):
         return None
     assert hardware.memory_bytes is not None
@@ -307,6 +330,8 @@ def list_overrides(config: RunConfig, setting: Setting) -> dict[str, Any]:
     if setting.context != (config.parallel.context or 1):
         values["parallel.context"] = setting.context
     values["activation_checkpointing.fraction"] = setting.fraction
+    if setting.mlp_tiles != (config.activation_checkpointing.mlp_tiles or 1):
+        values["activation_checkpointing.mlp_tiles"] = setting.mlp_tiles
     if not setting.fraction and config.activation_checkpointing.offload:
         values["activation_checkpointing.offload"] = False
     return values | {"micro_batch_size": setting.micro_batch_size}

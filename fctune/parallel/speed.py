@@ -154,15 +154,17 @@ def count_flops(
     pairs_per_token: float,
     max_logits: int | None = None,
     micro_batch_size: float | None = None,
+    mlp_tiles: int = 1,
 ) -> Flops:
     """Count the FLOPs per token: 2N forward, 2N for input gradients, 2N for gradients of trained weights.
 
     That is 6N for full training and 4N over a frozen base plus 6 per adapter weight (https://arxiv.org/abs/2001.08361,
     section 2.1; https://arxiv.org/abs/2204.02311, appendix B). The embedding is a look-up and costs nothing. A
     checkpointed block adds its forward; with policy ``op``, only its first and every second product. Its last product
-    is not recomputed, because no backward reads it (torch.utils.checkpoint, early stop). Attention costs 4d per pair
-    forward and 10d backward, where it recomputes its scores (https://arxiv.org/abs/2205.14135). The head is applied to
-    supervised positions only; if they need several chunks and the head trains, logits are recomputed.
+    is not recomputed, because no backward reads it (torch.utils.checkpoint, early stop). An MLP in tiles adds its
+    forward, too; in eager mode, a checkpointed block recomputes its tiles first, but for the last. Attention costs 4d
+    per pair forward and 10d backward, where it recomputes its scores (https://arxiv.org/abs/2205.14135). The head is
+    applied to supervised positions only; if they need several chunks and the head trains, logits are recomputed.
 
     Args:
         memory: Memory model of the run.
@@ -171,29 +173,29 @@ def count_flops(
         pairs_per_token: Average number of tokens that a token attends to.
         max_logits: Logits computed in one chunk; None takes the default.
         micro_batch_size: Packs per micro-batch, or the share of a pack; None takes the config's.
+        mlp_tiles: Parts of a pack in which MLPs are computed.
     """
     a, config = memory.architecture, memory.config
     adapter = config.adapter
-    base = added = recomputed_products = 0
+    base = added = 0
+    recomputed_products = 0.0
     names, is_by_operator = find_adapted_names(a, config), config.activation_checkpointing.policy == "op"
     for block, count in Counter(a.blocks).items():
-        outputs: list[int] = []
-        for linear in block.linears:
-            outputs.append(linear.in_dim * linear.out_dim)
-            if adapter is not None and linear.name in names:
-                outputs += [adapter.rank * linear.in_dim, adapter.rank * linear.out_dim]
+        outputs = _count_products(block, adapter, names)
         last = block.linears[-1]
         skipped = last.in_dim * last.out_dim if adapter is None or config.compile else 0
-        for expert in block.experts:
-            outputs.append(expert.num_active_weights)
-            if adapter is not None and expert.name in names:
-                outputs += [size * expert.num_chosen * adapter.rank for size in (expert.in_dim, expert.out_dim)]
         base += count * block.num_active_weights
         added += count * (sum(outputs) - block.num_active_weights)
-        recomputed_products += count * (sum(outputs[:-1:2]) if is_by_operator else sum(outputs) - skipped)
+        again = fraction * (sum(outputs[:-1:2]) if is_by_operator else sum(outputs) - skipped)
+        if mlp_tiles > 1 and (in_tiles := sum(outputs) - sum(_count_products(block.without_mlps, adapter, names))):
+            if config.compile:
+                again += (1 - fraction) * (in_tiles - skipped)
+            else:
+                again = fraction * (sum(outputs) - in_tiles / mlp_tiles) + in_tiles - skipped
+        recomputed_products += count * again
     products = (4 if adapter is not None else 6) * base + 6 * added
     pair = a.num_layers * a.num_heads * a.head_dim * pairs_per_token
-    recomputed = fraction * (2 * recomputed_products + (0 if is_by_operator else 4 * pair))
+    recomputed = 2 * recomputed_products + (0 if is_by_operator else fraction * 4 * pair)
     head = a.vocab_size * a.embed_dim
     trains_head = adapter is None
     head_cost = 2 + 2 + 2 * trains_head
@@ -208,6 +210,20 @@ def count_flops(
         head_cost += 2
     head_total = supervised_share * (head_cost * head + head_adapter)
     return Flops(products, recomputed, 14 * pair, head_total, reference)
+
+
+def _count_products(block: Block, adapter: AdapterConfig | None, names: Set[str]) -> list[int]:
+    """Return the weights that each product of a block multiplies a token by, in their order."""
+    outputs: list[int] = []
+    for linear in block.linears:
+        outputs.append(linear.in_dim * linear.out_dim)
+        if adapter is not None and linear.name in names:
+            outputs += [adapter.rank * linear.in_dim, adapter.rank * linear.out_dim]
+    for expert in block.experts:
+        outputs.append(expert.num_active_weights)
+        if adapter is not None and expert.name in names:
+            outputs += [size * expert.num_chosen * adapter.rank for size in (expert.in_dim, expert.out_dim)]
+    return outputs
 
 
 def count_block_bytes(a: Architecture, block: Block, config: RunConfig, width: int) -> tuple[BytesMoved, BytesMoved]:
@@ -320,7 +336,7 @@ def count_precision_bytes(memory: MemoryModel, micro_batch_tokens: float, fracti
 
 
 def estimate_kernel_times(
-    memory: MemoryModel, gpu: Gpu, fraction: float, flops: Flops, micro_batch_tokens: float
+    memory: MemoryModel, gpu: Gpu, fraction: float, flops: Flops, micro_batch_tokens: float, mlp_tiles: int = 1
 ) -> KernelTimes:
     """Estimate the time of each kind of kernel.
 
@@ -330,20 +346,24 @@ def estimate_kernel_times(
         fraction: Share of the blocks that are checkpointed.
         flops: Result of ``count_flops``.
         micro_batch_tokens: Tokens of a micro-batch.
+        mlp_tiles: Parts of a pack in which MLPs are computed.
     """
     a, config, width = memory.architecture, memory.config, memory.precision.compute_dtype.itemsize
     rate, bandwidth = gpu.tflops(width) * 1e6, gpu.memory_gb_s * 1e3  # FLOP and bytes per microsecond
     multiply = rate * _PRODUCTS * float8_ratio(memory, gpu)
-    thin, kernels = BytesMoved(0, 0), BytesMoved(0, 0)
+    thin, kernels, in_tiles = BytesMoved(0, 0), BytesMoved(0, 0), 0.0
     for block, count in Counter(a.blocks).items():
         thin_part, part = count_block_bytes(a, block, config, width)
         thin, kernels = thin.plus(thin_part, count), kernels.plus(part, count)
+        if mlp_tiles > 1:
+            _, rest = count_block_bytes(a, block.without_mlps, config, width)
+            in_tiles += count * (part.forward - rest.forward)
     base = (6 if config.adapter is None else 4) * sum(block.num_active_weights for block in a.blocks)
     adapters = max(thin.total / (bandwidth * _THIN), (flops.products - base) / (rate * _PRODUCTS))
     attend_again = 4 / 14 * flops.attention  # of a forward pass, if each block runs again
     recomputed_attention = 0.0 if config.activation_checkpointing.policy == "op" else fraction * attend_again
     recomputed = (flops.recomputed - recomputed_attention) / multiply + recomputed_attention / (rate * _ATTENTION)
-    recomputed += fraction * kernels.forward / (bandwidth * _FUSED)
+    recomputed += (fraction * kernels.forward + (1 - fraction) * in_tiles) / (bandwidth * _FUSED)
     reference = 0.0
     if flops.reference:
         reference = (flops.reference - attend_again) / multiply + attend_again / (rate * _ATTENTION)
@@ -405,7 +425,8 @@ def estimate_step_time(
     tokens = per_rank * (memory.config.data.row_tokens if slots_per_pack is None else slots_per_pack) / setting.context
     micro_batches = math.ceil(per_rank / setting.micro_batch_size)
     if efficiency is None:
-        kernels = estimate_kernel_times(memory, gpu, setting.fraction, flops, tokens / micro_batches)
+        size = tokens / micro_batches
+        kernels = estimate_kernel_times(memory, gpu, setting.fraction, flops, size, setting.mlp_tiles)
         compute, traffic = tokens * kernels.arithmetic / 1e6, tokens * (kernels.total - kernels.arithmetic) / 1e6
         # The gradients of later micro-batches are added to the first one's.
         sums = 3 * (micro_batches - 1) * memory.sharded_state(setting).gradients

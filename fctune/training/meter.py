@@ -185,11 +185,19 @@ def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter
     sizes = _count_used(model)
     base = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
     head = a.vocab_size * a.embed_dim
-    recomputed, is_block = 0.0, True
+    products = recomputed = 0.0
     if config is not None:
         fraction = config.activation_checkpointing.fraction or 0.0  # a run has chosen it by now
         recomputed = int(a.num_layers * fraction + 1e-9) / a.num_layers
-        is_block = config.activation_checkpointing.policy == "block"
+        if config.activation_checkpointing.policy == "op":
+            products, recomputed = recomputed / 2, 0.0  # every second product
+        else:
+            products = recomputed
+        if (config.activation_checkpointing.mlp_tiles or 1) > 1:
+            all_weights = sum(block.num_active_weights for block in a.blocks)
+            rest = sum(block.without_mlps.num_active_weights for block in a.blocks)
+            # Compiled, a product is recomputed once; otherwise checkpointed blocks recompute their MLPs twice.
+            products += (1 - rest / all_weights) * (1 - recomputed if config.compile else 1)
     return FlopCounter(
         sum(sizes[name] for name in base),
         a.num_layers,
@@ -198,8 +206,8 @@ def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter
         num_head=head,
         num_embedding=0 if a.is_tied else head,
         num_adapter=sum(size for name, size in sizes.items() if is_adapter(name)),
-        recomputed=recomputed if is_block else recomputed / 2,  # policy "op" recomputes every second product
-        recomputed_attention=recomputed if is_block else 0.0,
+        recomputed=products,
+        recomputed_attention=recomputed,
         num_reference=int(config is not None and config.has_reference),
     )
 

@@ -14,6 +14,7 @@ from fctune.base.gpus import find_gpu
 from fctune.config.schema import RunConfig
 from fctune.models.planned_model import find_architecture
 from fctune.parallel.footprint import GIB
+from fctune.parallel.layout import list_mlp_tiles
 from fctune.parallel.memory import Peak, Setting
 from fctune.parallel.search import LayoutSearch, Variant, format_overrides, list_overrides
 from fctune.runs.device import peak_tflops, total_memory
@@ -101,9 +102,11 @@ def _format_plan(search: LayoutSearch, config: RunConfig) -> str:
         lines.append("According to the plan the run fits; check what else uses memory on this device.")
     nodes = search.world_size // search.gpus_per_node
     variants = search.variants(nodes)
-    # The run may need more than planned, so more ranks to a row are an option even if the plan fits.
+    # The run may need more than planned, so more ranks to a row and tiles are options even if the plan fits.
     if (context := search.find_larger_context(setting)) is not None:
         variants += search.variants(nodes, context)
+    if (tiles := list_mlp_tiles(config, search.architecture)[-1]) > setting.mlp_tiles:
+        variants += search.variants(nodes, setting.context, tiles)
     fitting = sorted((v for v in variants if v.fits), key=lambda v: v.tokens_per_s_per_gpu, reverse=True)
     remedies = [text for variant in fitting if (text := _format_variant(variant, setting, peak, config))]
     lines += [f"Settings that fit, fastest first: {'; or '.join(remedies[:_NUM_REMEDIES])}."] if remedies else []

@@ -203,7 +203,8 @@ class FineTuning(ABC):
         config, data = self.open_data()
         self.select_tokens_(model, data)
         layout = plan_parallelism(model, config, self.world)
-        checkpointing = replace(config.activation_checkpointing, fraction=layout.fraction)
+        checkpointing = config.activation_checkpointing
+        checkpointing = replace(checkpointing, fraction=layout.fraction, mlp_tiles=layout.mlp_tiles)
         parallel = replace(config.parallel, context=layout.context)
         config = replace(config, activation_checkpointing=checkpointing, parallel=parallel)
         num_steps = data.count_steps(config, self.world)
@@ -245,8 +246,10 @@ class FineTuning(ABC):
             if model.state_layers:
                 details["state_layers"] = model.state_layers
             requested = self.run.config
-            is_chosen = requested.activation_checkpointing.fraction is None or requested.parallel.context is None
-            if is_chosen or config.global_batch_tokens is not None or requested.data.seq_len != config.data.seq_len:
+            checkpointing = requested.activation_checkpointing
+            chosen = checkpointing.fraction, checkpointing.mlp_tiles, requested.parallel.context
+            is_chosen = None in chosen or requested.data.seq_len != config.data.seq_len
+            if is_chosen or config.global_batch_tokens is not None:
                 details["config"] = config.to_dict()
             data, hosts = planned.data.describe(), list(planned.hosts)
             directory.describe(num_steps=num_steps, data=data, hosts=hosts, **details)

@@ -267,9 +267,10 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
 
     def choose() -> tuple[ParallelLayout, str | None]:
         layout = choose_layout(config, model, hardware, memory)
-        required = functools.partial(memory.required, world.world_size, context=layout.context)
+        required = functools.partial(memory.required, world.world_size, **layout.rows)
         warning = check_memory(hardware, layout, suggest_smaller_weights(config, model), required, config.model.path)
-        apply_activation_checkpointing_(model, config.activation_checkpointing, world.device.type, layout.fraction)
+        recomputed = layout.fraction, layout.mlp_tiles
+        apply_activation_checkpointing_(model, config.activation_checkpointing, world.device.type, *recomputed)
         return layout, warning
 
     layout, warning = distributed.run_on_all_ranks(choose)
@@ -284,11 +285,14 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
         logger.info("activation checkpointing: %d of %d blocks (%s)", num_checkpointed, num_blocks, why)
     else:
         logger.info("activation checkpointing: off (%s)", "memory suffices" if is_chosen else "as configured")
+    if layout.mlp_tiles > 1:
+        why = "chosen to fit the memory" if config.activation_checkpointing.mlp_tiles is None else "as configured"
+        logger.info("MLPs computed in %d tiles of each row (%s)", layout.mlp_tiles, why)
     chunk = chunk_rows(model.architecture.vocab_size, layout.max_logits)
     logger.info("loss computed in chunks of %s", format_count(chunk, "token"))
     logger.info(
         "estimated memory per rank: %s",
-        memory.required(world.world_size, layout.shard, layout.max_logits, context=layout.context),
+        memory.required(world.world_size, layout.shard, layout.max_logits, **layout.rows),
     )
     if warning is not None and world.is_main:
         logger.warning("memory: %s", warning)
@@ -333,7 +337,7 @@ def check_space(
 
 def plan_speed_of_run(config: RunConfig, model_dir: Path, world: World) -> float | None:
     """Return the planned tokens per second and GPU of a run, which its speed is judged by; None if it is unknown."""
-    kind = find_gpu_kind(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    kind = _find_kind(world)
     if kind is None:
         return None
     try:
@@ -433,8 +437,15 @@ def check_memory_to_answer(model: CausalLM, world: World, key: str, remedy: str)
 
 def _describe_hardware(world: World) -> Hardware:
     """Return the hardware with the least memory of any rank, by which all plan; every rank calls it."""
-    memory = min(distributed.all_gather_objects(total_memory(world.device, world.ranks_per_node)))
-    return Hardware(world.device.type, world.world_size, world.ranks_per_node, memory)
+    own = total_memory(world.device, world.ranks_per_node), _find_kind(world)
+    memories, kinds = zip(*distributed.all_gather_objects(own), strict=True)
+    gpu = GPUS.get(kinds[0]) if len(set(kinds)) == 1 else None
+    return Hardware(world.device.type, world.world_size, world.ranks_per_node, min(memories), gpu)
+
+
+def _find_kind(world: World) -> str | None:
+    """Return the kind of this rank's GPU; None for a CPU or an unknown GPU."""
+    return find_gpu_kind(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
 
 def start_state(model: CausalLM, config: RunConfig, num_steps: int, gradient_sync: GradientSync) -> TrainState:

@@ -133,6 +133,14 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
             "activation_checkpointing.offload: moves the inputs of blocks, and activation_checkpointing.policy=op",
         ),
         (
+            {"activation_checkpointing": {"mlp_tiles": 8, "policy": "op"}},
+            "mlp_tiles=8: recomputes the products of MLPs, which activation_checkpointing.policy=op keeps",
+        ),
+        (
+            {"activation_checkpointing": {"mlp_tiles": 8}, "precision": "float8_mixed"},
+            "mlp_tiles=8: with precision=float8_mixed, the numbers of a row share a scale",
+        ),
+        (
             {"precision": "float8", "data": {"sources": [{"path": "synthetic:train:9"}], "seq_len": 1000}},
             "data.seq_len=1000: float8 products need a multiple of 16 tokens, and precision=float8; use 992",
         ),

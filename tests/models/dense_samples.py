@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.expert_lora import ExpertLoRA
+from fctune.models.lora import LoRALinear, apply_lora_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_model
 from fctune.models.transformers.architecture import parse_architecture
@@ -116,6 +119,18 @@ def make_model(model_type: str, dtype: torch.dtype = torch.float64) -> CausalLM:
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name.removeprefix("decoder.")])
     return model.eval()
+
+
+def adapt_(model: CausalLM, adapter: AdapterConfig) -> CausalLM:
+    """Add adapters whose B matrices are not zero, in place."""
+    apply_lora_(model, adapter)
+    init_adapters_(model, 0)
+    generator = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, (LoRALinear, ExpertLoRA)):
+            module.init_buffers_()
+            module.lora_b.data.normal_(std=0.05, generator=generator)
+    return model
 
 
 def draw_conversations(*lengths: int) -> list[Tensor]:

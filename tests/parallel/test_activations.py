@@ -145,17 +145,20 @@ def save_base(kind: str, path: Path, make_model: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "fraction", "is_compiled"),
+    ("kind", "fraction", "is_compiled", "mlp_tiles"),
     [
-        *(("llama", *how) for how in ((0.5, False), (0.5, True), (1.0, False))),
-        pytest.param("llama", 1.0, True, marks=pytest.mark.slow),  # half of the blocks of 0.5 are like this
-        *((kind, fraction, False) for kind, fraction in (("qwen3", 0.5), ("lfm2", 1.0), ("qwen3_moe", 1.0))),
+        *(("llama", *how, 1) for how in ((0.5, False), (0.5, True), (1.0, False))),
+        pytest.param("llama", 1.0, True, 1, marks=pytest.mark.slow),  # half of the blocks of 0.5 are like this
+        *((kind, fraction, False, 1) for kind, fraction in (("qwen3", 0.5), ("lfm2", 1.0), ("qwen3_moe", 1.0))),
+        ("llama", 0.5, False, 8),
+        pytest.param("llama", 0.5, True, 8, marks=pytest.mark.slow),
     ],
 )
 def test_offloading_moves_the_inputs_of_checkpointed_blocks_and_no_weights(
     kind: str,
     fraction: float,
     is_compiled: bool,
+    mlp_tiles: int,
     make_model: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -166,7 +169,8 @@ def test_offloading_moves_the_inputs_of_checkpointed_blocks_and_no_weights(
     stand_in = SimpleNamespace(OffloadActivations=RecordedOffloading)
     monkeypatch.setitem(sys.modules, "fctune.models.torchtune.offloading", stand_in)
     RecordedOffloading.moved.clear()
-    apply_activation_checkpointing_(offloaded, ActivationCheckpointingConfig(fraction=fraction, offload=True), "cuda")
+    config = ActivationCheckpointingConfig(fraction=fraction, offload=True, mlp_tiles=mlp_tiles)
+    apply_activation_checkpointing_(offloaded, config, "cuda")
     if is_compiled:
         torch._dynamo.reset()
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

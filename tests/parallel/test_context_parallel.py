@@ -2,115 +2,46 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.model_zoo import find_entry, save_config
+from benchmarks.training import RESULTS
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError
 from fctune.config.schema import RunConfig
-from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.data.loader import IGNORE, Batch
-from fctune.models.causal_lm import CausalLM
 from fctune.models.context_exchange import ContextGroup, count_repeats
-from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
-from fctune.parallel.context_parallel import check_context_parallelism, share_rows_
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import build_shapes, read_architecture
+from fctune.models.transformers.state_layers import find_state_layers
+from fctune.parallel.context_parallel import can_share_rows, check_context_parallelism
 from fctune.parallel.memory import MemoryModel, Setting
 from fctune.parallel.speed import count_exchange
 from fctune.training.prefetch import make_inputs
-from tests.models.dense_samples import FAMILIES, LENGTHS, draw_conversations
+from tests.models.dense_samples import FAMILIES
 from tests.models.dense_samples import make_model as make_dense
+from tests.parallel.split_rows import BATCHES, CPU, LORA, make_batch, measure_split
 from tests.ranks import run_ranks
 from tests.training.training_runs import build_trainable, make_config
 
-CPU = torch.device("cpu")
 
-
-def make_batch(*lengths: int, is_packed: bool = True) -> Batch:
-    """Return one row of conversations whose supervised tokens have different weights."""
-    tokens = torch.cat(draw_conversations(*lengths), 1)
-    labels = tokens.roll(-1, 1)
-    labels[0, torch.tensor(lengths).cumsum(0) - 1] = IGNORE
-    labels[0, ::5] = IGNORE
-    weights = (labels != IGNORE) * torch.linspace(0.5, 1.5, tokens.shape[1])
-    return Batch(
-        tokens=tokens,
-        labels=labels,
-        loss_weights=weights.float(),
-        positions=torch.cat([torch.arange(length) for length in lengths])[None] if is_packed else None,
-        lengths=(lengths,) if is_packed else None,
-        rows=(0,),
-        row_lengths=(sum(lengths),),
-        num_tokens=sum(lengths),
-        num_supervised=int((labels != IGNORE).sum()),
-        weight_sum=float(weights.sum()),
-    )
-
-
-def pad_rows(*lengths: int, length: int) -> Batch:
-    """Return unpacked rows of one conversation each, which end in padding up to a common length."""
-    batches = [make_batch(one, is_packed=False) for one in lengths]
-
-    def join(name: str, filler: int) -> Tensor:
-        return torch.cat([pad(getattr(one, name), (0, length - one.num_tokens), value=filler) for one in batches])
-
-    return Batch(
-        tokens=join("tokens", 0),
-        labels=join("labels", IGNORE),
-        loss_weights=join("loss_weights", 0),
-        positions=None,
-        lengths=None,
-        rows=tuple(range(len(lengths))),
-        row_lengths=lengths,
-        num_tokens=sum(lengths),
-        num_supervised=sum(one.num_supervised for one in batches),
-        weight_sum=sum(one.weight_sum for one in batches),
-    )
-
-
-def compute(model: CausalLM, batch: Batch) -> list[Tensor]:
-    """Return the loss of the batch and the gradients, summed over the ranks that share it."""
-    model.zero_grad()
-    loss = model(**make_inputs(batch, model.make_bounds, group=model.context_group).arguments(CPU))
-    loss.backward()
-    # A rank without supervised tokens has no gradient of the head.
-    results = [loss.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters())]
-    if model.context_group.size > 1:
-        for result in results:
-            dist.all_reduce(result)
-    return results
-
-
-def compare_split(world: World, model_types: list[str], batches: list[Batch], is_compiled: bool) -> list[str]:
+def compare_split(world: World, model_types: list[str], batches: list[Batch], **options: Any) -> list[str]:
     """Return the families whose loss or gradients change as ranks share rows, with the largest difference."""
-    found = []
-    for model_type in model_types:
-        model = make_dense(model_type)
-        whole = [compute(model, batch) for batch in batches]
-        check_context_parallelism(model, world.world_size, world.world_size)
-        share_rows_(model, world.world_size, world.world_size, "cpu")
-        if is_compiled:
-            apply_activation_checkpointing_(model, ActivationCheckpointingConfig(fraction=1.0), "cpu")
-            compile_blocks_(model)
-        for batch, expected in zip(batches, whole, strict=True):
-            split = compute(model, batch)
-            scale = max(float(one.abs().max()) for one in expected)
-            worst = max(float((a - b).abs().max()) for a, b in zip(expected, split, strict=True))
-            if not worst <= 1e-11 * scale:
-                found.append(f"{model_type}: {worst:.1e} of {scale:.1e}")
-    return found
+    worst = {model_type: measure_split(world, model_type, batches, **options) for model_type in model_types}
+    return [f"{model_type}: {difference:.1e}" for model_type, difference in worst.items() if not difference <= 1e-11]
 
 
-BATCHES = [make_batch(*LENGTHS, 2), make_batch(37), make_batch(21, 1, 3)]
-# Of phi3's conversations, those of up to 8 tokens have other factors.
-BATCHES += [make_batch(40, is_packed=False), pad_rows(7, 20, length=33)]
+def run_split(num_ranks: int, model_types: list[str], batches: list[Batch], **options: Any) -> None:
+    found = run_ranks(functools.partial(compare_split, **options), num_ranks, model_types, batches)
+    assert found == [[]] * num_ranks
 
 
 SLOW = pytest.mark.slow
@@ -127,7 +58,25 @@ QUICK = ["llama", "phi3", "gpt_oss", "deepseek_v3"]
     ],
 )
 def test_losses_and_gradients_are_those_of_whole_rows(num_ranks: int, model_types: list[str]) -> None:
-    assert run_ranks(compare_split, num_ranks, model_types, BATCHES, False) == [[]] * num_ranks
+    run_split(num_ranks, model_types, BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "model_types"),
+    [
+        (2, ["gpt_oss", "gemma3_text"]),
+        pytest.param(2, list(FAMILIES), marks=SLOW),
+        pytest.param(4, list(FAMILIES), marks=SLOW),
+    ],
+)
+def test_adapters_drop_the_same_inputs_of_parts_of_rows(num_ranks: int, model_types: list[str]) -> None:
+    run_split(num_ranks, model_types, BATCHES, adapter=LORA)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=SLOW)])
+def test_parts_of_rows_are_computed_in_tiles(num_ranks: int) -> None:
+    run_split(num_ranks, ["llama", "gemma3_text"], BATCHES, mlp_tiles=8)
+    run_split(num_ranks, ["llama", "gemma3_text"], BATCHES[:1], mlp_tiles=8, adapter=LORA)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +89,7 @@ def test_losses_and_gradients_are_those_of_whole_rows(num_ranks: int, model_type
 )
 def test_compiled_blocks_exchange_heads(backend: str, model_types: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", backend)
-    assert run_ranks(compare_split, 2, model_types, BATCHES[::4], True) == [[]] * 2
+    run_split(2, model_types, BATCHES[::4], is_compiled=True)
 
 
 class CountedExchanges(TorchDispatchMode):
@@ -224,3 +173,25 @@ def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"parallel.context=2: .* carry state along it .2 Mamba2Mixer, kernels."):
         check_context_parallelism(model, 2, 4)
     check_context_parallelism(model, 1, 4)
+
+
+HYBRID_TYPES = [
+    row["model_type"]
+    for row in json.loads((RESULTS / "models.json").read_text(encoding="utf-8"))["rows"]
+    if "hybrid" in row.get("kind", "")  # which models that are refused lack
+]
+
+
+@pytest.mark.parametrize("model_type", HYBRID_TYPES)
+def test_every_hybrid_of_the_table_of_models_is_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    save_config(find_entry(model_type), tmp_path / "base")
+    model = build_shapes(read_architecture(tmp_path / "base"), 64, PrecisionPolicy.uniform(torch.float32))
+    layers = {type(layer).__name__ for block in model.blocks for layer in find_state_layers(block)}
+    name = model_type if model_type.endswith("_text") or "_5" not in model_type else f"{model_type}_text"
+    with pytest.raises(ConfigError) as caught:
+        check_context_parallelism(model, 2, 4)
+    report = str(caught.value)
+    assert report.startswith(f"parallel.context=2: a row of model_type={name!r} cannot be split over ranks")
+    assert report.endswith("leave it out, and use activation_checkpointing for long rows.")
+    assert all(layer in report for layer in layers)
+    assert [ranks for ranks in (1, 2, 4) if can_share_rows(model, ranks, 4)] == [1]

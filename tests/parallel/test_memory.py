@@ -177,6 +177,7 @@ def test_planned_activations_equal_what_autograd_keeps(
     assert planned == keep_of_block(config, model_dir, torch.float32, 512)
 
 
+@pytest.mark.parametrize("mlp_tiles", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "raw",
     [
@@ -188,13 +189,16 @@ def test_planned_activations_equal_what_autograd_keeps(
     ids=str,
 )
 def test_planned_activations_of_compiled_blocks_equal_what_the_partitioner_keeps(
-    raw: dict[str, Any], make_model: Callable[..., Path]
+    raw: dict[str, Any], mlp_tiles: int, make_model: Callable[..., Path]
 ) -> None:
     model_dir = make_model("llama", **WIDE)
+    raw = raw | {"activation_checkpointing": {"mlp_tiles": mlp_tiles}}
     config = parse_small_config(raw | {"model": {"path": str(model_dir)}, "precision": "bf16", "compile": True})
-    planned = count_block_activations(read_architecture(model_dir), config, 2).total(512)
+    planned = count_block_activations(read_architecture(model_dir), config, 2).total(512, mlp_tiles)
     # Dropout's token keys, and the row's bounds.
     tolerance = 16 * 512 if config.adapter is not None and config.adapter.dropout else 64
+    if mlp_tiles > 1:
+        tolerance += 4 * 512  # of the norm, to compute the MLP's input again
     assert abs(planned - keep_of_block(config, model_dir, torch.bfloat16, 512)) <= tolerance
 
 
@@ -271,6 +275,8 @@ FULL = {"precision": "bf16_mixed"}
         (FULL, Setting("hsdp", 2, 2, 1.0, 1, 2)),
         (LORA, Setting("fsdp", 1, 4, 1.0, 2)),
         (LORA, Setting("fsdp", 1, 4, 0.0, 4, context=4)),
+        (LORA, Setting("fsdp", 1, 4, 1.0, 2, mlp_tiles=8)),
+        pytest.param(FULL, Setting("fsdp", 1, 4, 0.0, 4, context=2, mlp_tiles=8), marks=pytest.mark.slow),
         pytest.param(FULL, Setting("fsdp", 1, 4, 0.5, 4, context=2), marks=pytest.mark.slow),
         pytest.param(LORA, Setting("none", 1, 1, 0.0, 2), marks=pytest.mark.thorough),
         pytest.param(
@@ -325,4 +331,5 @@ def test_the_planned_peak_of_a_model_from_transformers_is_within_a_tenth_of_the_
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_planned_peak_is_within_a_twentieth_of_the_trackers(name: str) -> None:
-    assert compare(CASES[name])["error"] == pytest.approx(0, abs=0.05)
+    """Of long rows, which activations decide, within a fiftieth."""
+    assert compare(CASES[name])["error"] == pytest.approx(0, abs=0.02 if "long" in name else 0.05)

@@ -71,24 +71,25 @@ def plan(name: str, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "overlong", "context"),
+    ("name", "gpus", "overlong", "context", "mlp_tiles"),
     [
-        ("llama3_1_8b_lora", 1, "split_turns", 1),
-        ("llama3_1_8b_lora", 8, "fail", 1),
-        ("llama3_3_70b_lora", 8, "fail", 8),  # ranks share a row where it does not fit otherwise
+        ("qwen3_32b_lora", 1, "split_turns", 1, 1),
+        ("llama3_1_8b_lora", 1, "split_turns", 1, 8),  # MLPs are computed in tiles where it does not fit otherwise
+        ("llama3_1_8b_lora", 8, "fail", 8, 8),  # faster than whole rows, which fit, too
+        ("llama3_3_70b_lora", 8, "fail", 8, 1),  # ranks share a row where it does not fit otherwise
     ],
 )
 def test_the_length_is_the_longest_that_the_plan_of_a_run_fits(
-    name: str, gpus: int, overlong: str, context: int
+    name: str, gpus: int, overlong: str, context: int, mlp_tiles: int
 ) -> None:
     config = plan(name, f"data.overlong={overlong}", "micro_batch_size=1")
     architecture, _, _ = find_architecture(config.model.path)
-    hardware, lengths = Hardware("cuda", gpus, 8, GPUS["h100"].memory_bytes), RowLengths()
+    hardware, lengths = Hardware("cuda", gpus, 8, GPUS["h100"].memory_bytes, GPUS["h100"]), RowLengths()
     for tokens in (900, 110_000):
         lengths.add(tokens, 300)
     chosen, reason = fit_seq_len(config, lengths, architecture, hardware)
     planned = make_plan(chosen, PlanRequest(GPUS["h100"], 1, gpus))
-    assert planned.setting.context == context
+    assert (planned.setting.context, planned.setting.mlp_tiles) == (context, mlp_tiles)
     assert planned.peak.footprint.total <= 0.9 * planned.request.gpu.memory_bytes
     if chosen.data.row_tokens < 131_072:
         assert "1 of 2 conversations is longer, with 50% of the supervised tokens" in reason
@@ -97,6 +98,17 @@ def test_the_length_is_the_longest_that_the_plan_of_a_run_fits(
         assert over.peak.footprint.total > 0.9 * over.request.gpu.memory_bytes
         with pytest.raises(ConfigError, match=r"rows of at most [\d,]+ tokens .* GiB a rank"):
             fit_seq_len(plan(name, "data.overlong=fail", "micro_batch_size=1"), lengths, architecture, hardware)
+
+
+def test_rows_are_twice_as_long_where_only_tiles_let_them_fit() -> None:
+    lengths, hardware = RowLengths({110_000: (1, 300)}), Hardware("cuda", 1, 8, GPUS["h100"].memory_bytes)
+    chosen = []
+    for tiles in ("1", "null"):
+        common = ("data.overlong=cut", "micro_batch_size=1", f"activation_checkpointing.mlp_tiles={tiles}")
+        config = plan("llama3_1_8b_lora", *common)
+        architecture, _, _ = find_architecture(config.model.path)
+        chosen.append(fit_seq_len(config, lengths, architecture, hardware)[0].data.seq_len)
+    assert chosen == [65_536, 131_072]
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_what_it_needs() -> None:

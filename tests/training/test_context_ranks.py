@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fctune.data.prepared_set import prepare
+from tests.models.tiny_models import copy_tokenizer, save_tiny_model
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import arguments_for, check_single_reports, run_kind_on_rank
 from tests.training.training_runs import ADAPTER, compare, make_config, run_training
@@ -45,6 +46,28 @@ def test_conversations_that_cross_the_split_train_as_on_one_rank(
     train_all(base, tmp_path, runs, adapter=adapter)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "adapter"),
+    [
+        ("gpt_oss", ADAPTER | {"modules": ["q_proj", "o_proj", "lm_head"]}),  # sinks, and windows in every second layer
+        ("gemma3_text", ADAPTER | {"modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}),  # lm_head is tied
+        pytest.param("gemma3_text", None, marks=pytest.mark.slow),
+    ],
+)
+def test_windows_sinks_and_tiles_train_as_on_one_rank(
+    model_type: str, adapter: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    save_tiny_model(model_type, base, **{"max_position_embeddings": 2048} | copy_tokenizer(base))
+    tiles = {"mlp_tiles": 1 if model_type == "gpt_oss" else 8}
+    runs = [
+        (1, {"activation_checkpointing": {"mlp_tiles": 1}}),
+        (2, {"parallel": {"mode": "fsdp", "context": 2}, "activation_checkpointing": tiles | {"fraction": 0.5}}),
+        (4, {"parallel": {"mode": "ddp", "context": 4}, "activation_checkpointing": tiles}),
+    ]
+    train_all(base, tmp_path, runs, adapter=adapter)
+
+
 @pytest.mark.slow
 def test_micro_batches_of_unpacked_rows_and_key_heads_that_are_repeated(
     make_model: Callable[..., Path], tmp_path: Path
@@ -59,14 +82,14 @@ def test_micro_batches_of_unpacked_rows_and_key_heads_that_are_repeated(
     train_all(base, tmp_path, runs, data=unpacked)
 
 
-def test_a_run_goes_on_with_other_ranks_to_a_row(tmp_path: Path) -> None:
+def test_a_run_resumes_with_other_ranks_to_a_row_and_other_tiles(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     common = ("precision=fp64", "checkpoint.every=2", "validation.every=0", "eval.every=0", "data.packed=true")
     common += ("lr_scheduler.name=constant", "lr_scheduler.warmup=0", "data.seq_len=512", "success=null")
     common += ("global_batch_size=3", "epochs=4")
     runs = [
         (whole, 1, ("max_steps=6",)),
-        (parts, 2, ("max_steps=2", "parallel.context=2")),
+        (parts, 2, ("max_steps=2", "parallel.context=2", "activation_checkpointing.mlp_tiles=8")),
         (parts, 2, ("max_steps=4", "parallel.context=1")),
         (parts, 4, ("max_steps=6", "parallel.context=2")),
     ]

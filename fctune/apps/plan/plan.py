@@ -329,7 +329,7 @@ def _resolve_seq_len(
             "data.seq_len=4096."
         )
     world_size = request.nodes * request.gpus_per_node
-    hardware = Hardware("cuda", world_size, request.gpus_per_node, request.gpu.memory_bytes)
+    hardware = Hardware("cuda", world_size, request.gpus_per_node, request.gpu.memory_bytes, request.gpu)
     return fit_seq_len(config, lengths, architecture, hardware)
 
 

@@ -354,7 +354,8 @@ def _describe_layout(setting: Setting) -> str:
         "fsdp": f"fsdp over {setting.shard}",
         "hsdp": f"hsdp, {setting.replicate} x {setting.shard}",
     }[setting.mode]
-    return f"{shape}, rows over {setting.context}" if setting.context > 1 else shape
+    shared = f", rows over {setting.context}" if setting.context > 1 else ""
+    return f"{shape}{shared}{f', MLPs in {setting.mlp_tiles} tiles' if setting.mlp_tiles > 1 else ''}"
 
 
 def _gib(size: float) -> str:

@@ -26,7 +26,11 @@ class ParallelConfig:
     expert: Annotated[int, AT_LEAST_1] = 1
     """Ranks over which the experts of a mixture are spread: each holds a part of them, and tokens are sent to it. Other
     weights are sharded by `fsdp` or `hsdp`."""
-    context: Annotated[int | None, AT_LEAST_1, Null("the fewest ranks of a node with which a row fits")] = None
+    context: Annotated[
+        int | None,
+        AT_LEAST_1,
+        Null("the fewest ranks of a node with which a row fits, or more where that is faster by the plan"),
+    ] = None
     """Ranks that share each row: each computes an equal part of its tokens, and of the attention heads in attention.
     Each then has only its part of a row's activations in memory. It must divide the number of ranks and the attention
     heads; losses and gradients do not change."""
@@ -70,9 +74,20 @@ class ActivationCheckpointingConfig:
     """Tensors to keep: only a block's input, or also its attention output and every second matrix product."""
     offload: bool = False
     """Move the inputs of checkpointed blocks to host memory until the backward pass (CUDA only)."""
+    mlp_tiles: Annotated[
+        int | None, AT_LEAST_1, Null("1, or 8 where a step does not fit without or is faster by the plan")
+    ] = None
+    """Parts of a row in which each MLP is computed, and recomputed in the backward pass: its activations, most of those
+    of a long row, exist for one part at a time. Losses do not change. Experts are computed as without it."""
 
     def check(self, where: str, problems: SectionProblems) -> None:
-        """Check that offloading has something to offload, and offloads all of it."""
+        """Check that offloading has something to offload, and offloads all of it, and that tiles are recomputed."""
+        if (self.mlp_tiles or 1) > 1 and self.policy == "op":
+            problems.add(
+                ("mlp_tiles", "policy"),
+                f"{where}.mlp_tiles={self.mlp_tiles}: recomputes the products of MLPs, which {where}.policy=op keeps; "
+                f"set {where}.policy=block",
+            )
         if self.offload and self.policy == "op":
             problems.add(
                 ("offload", "policy"),

@@ -42,7 +42,6 @@ _ROTATED = (".q_proj.", ".k_proj.")
 class TorchtuneArchitecture(Architecture):
     """Sizes of a Llama 3 or Qwen2 decoder."""
 
-    family: str  # a key of FAMILIES
     intermediate_dim: int
     norm_eps: float
     rope_base: float
@@ -55,7 +54,7 @@ class TorchtuneArchitecture(Architecture):
         sizes = {"q_proj": (d, d), "k_proj": (d, kv_dim), "v_proj": (d, kv_dim), "o_proj": (d, d)}
         sizes |= {"gate_proj": (d, i), "up_proj": (d, i), "down_proj": (i, d)}
         query, key, value, output, gate, up, down = (LinearShape(name, *sizes[name]) for name in names.LINEAR_PATHS)
-        attention, mlp = Branch((query, key, value), output, True), Branch((gate, up), down, False)
+        attention, mlp = Branch((query, key, value), output, True), Branch((gate, up), down, False, is_mlp=True)
         return (Block((attention, mlp)),) * self.num_layers
 
     @property
@@ -96,7 +95,7 @@ class TorchtuneArchitecture(Architecture):
     def row_group(self, name: str) -> int:
         """Number of consecutive rows that the layouts reorder among themselves: those of a head where RoPE rotates."""
         is_rotated = any(part in name for part in _ROTATED) and not name.endswith(".lora_a")
-        return self.head_dim if FAMILIES[self.family].rotates_neighbours and is_rotated else 1
+        return self.head_dim if FAMILIES[self.model_type].rotates_neighbours and is_rotated else 1
 
     def _permute(self, name: str, tensor: Tensor, groups: Sequence[int]) -> Tensor:
         if self.row_group(name) == 1:
@@ -154,7 +153,7 @@ def parse_architecture(source: str, raw: dict[str, Any]) -> TorchtuneArchitectur
     if is_tied and family == "llama" and rope_factor is None:
         raise ConfigError(f"{source}: torchtune cannot build a Llama with tied embeddings and unscaled RoPE. {_REMEDY}")
     return TorchtuneArchitecture(
-        family=family,
+        model_type=family,
         vocab_size=sizes["vocab_size"],
         num_layers=sizes["num_hidden_layers"],
         num_heads=num_heads,

@@ -53,7 +53,7 @@ def _build_decoder(a: TorchtuneArchitecture, max_seq_len: int) -> nn.Module:
         "rope_base": a.rope_base,
     }
     decoder: nn.Module
-    if a.family == "qwen2":
+    if a.model_type == "qwen2":
         decoder = qwen2(**common, tie_word_embeddings=a.is_tied)
     elif a.rope_factor is not None:
         decoder = llama3_2(**common, scale_factor=a.rope_factor, tie_word_embeddings=a.is_tied)

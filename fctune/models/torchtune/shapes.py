@@ -56,7 +56,7 @@ def _make_block(a: TorchtuneArchitecture, rotary: nn.Module, options: dict[str, 
     block: Any = nn.Module()
     block.attn, block.mlp = nn.Module(), nn.Module()
     width, kv_width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    has_bias = a.family == "qwen2"
+    has_bias = a.model_type == "qwen2"
     for name, out_dim in (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width)):
         setattr(block.attn, name, _Linear(a.embed_dim, out_dim, bias=has_bias, **options))
     block.attn.output_proj = _Linear(width, a.embed_dim, bias=False, **options)
@@ -79,7 +79,7 @@ def _make_rotary(a: TorchtuneArchitecture, max_seq_len: int) -> nn.Module:
     rotary: Any = nn.Module()
     rotary.tables = nn.Module()
     half = a.head_dim // 2
-    shape = (max_seq_len, 2 * a.head_dim) if a.family == "qwen2" else (max_seq_len, half, 2)
+    shape = (max_seq_len, 2 * a.head_dim) if a.model_type == "qwen2" else (max_seq_len, half, 2)
     rotary.tables.register_buffer("theta", torch.empty(half, device="meta"), persistent=False)
     rotary.tables.register_buffer("cache", torch.empty(shape, device="meta"), persistent=False)
     return rotary  # type: ignore[no-any-return]

@@ -27,12 +27,10 @@ class DecoderConfig(Architecture):
     """Sizes and config.json of a decoder, from which transformers builds its modules.
 
     Attributes:
-        model_type: Key of transformers' architecture.
         config_json: Content of config.json.
         where: Path or name of the config.json, for messages.
     """
 
-    model_type: str
     config_json: str
     where: str
 

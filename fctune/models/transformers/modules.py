@@ -18,6 +18,7 @@ from fctune.base.errors import ConfigError, one_line
 from fctune.models.architecture import Block, Branch, ExpertShape, LinearShape
 from fctune.models.causal_lm import ExpertWeight
 from fctune.models.frozen_linear import is_linear
+from fctune.models.mlp_tiles import is_mlp
 from fctune.models.transformers.attention import ATTENTION
 from fctune.models.transformers.experts import EXPERTS_IMPLEMENTATION, iter_expert_weights, iter_routers
 from fctune.models.transformers.model_config import DecoderConfig, read_text_config
@@ -201,7 +202,7 @@ def _read_block(block: nn.Module, decoder: Any, embed_dim: int) -> Block:
             branches.setdefault(path.partition(".")[0], []).append(shape)
     return Block(
         tuple(
-            _make_branch(linears, embed_dim, is_attention="attn" in name or "attention" in name)
+            _make_branch(linears, embed_dim, "attn" in name or "attention" in name, is_mlp(block.get_submodule(name)))
             for name, linears in branches.items()
         ),
         tuple(
@@ -225,7 +226,7 @@ def _read_expert_shape(experts: nn.Module, weight: ExpertWeight, num_chosen: int
     return ExpertShape(weight.module, num_experts, in_dim, out_dim, weight.is_transposed, num_chosen)
 
 
-def _make_branch(linears: list[LinearShape], embed_dim: int, is_attention: bool) -> Branch:
+def _make_branch(linears: list[LinearShape], embed_dim: int, is_attention: bool, is_mlp: bool) -> Branch:
     """Make a branch of linears in the order of their definition; the last of the hidden size is its output."""
     last = max((i for i, linear in enumerate(linears) if linear.out_dim == embed_dim), default=len(linears) - 1)
-    return Branch((*linears[:last], *linears[last + 1 :]), linears[last], is_attention)
+    return Branch((*linears[:last], *linears[last + 1 :]), linears[last], is_attention, is_mlp)

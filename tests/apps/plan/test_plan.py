@@ -28,6 +28,8 @@ from fctune.cli import main
 from fctune.config.cache import prepared_root
 from fctune.config.loading import load_config
 from fctune.data.prepared_set import prepare
+from fctune.parallel.footprint import SAFE_SHARE
+from fctune.parallel.layout import Hardware, choose_layout
 from fctune.parallel.search import format_overrides, list_overrides
 from tests.configs.cluster_cases import CASES
 from tests.conftest import ROOT, TINY_BASE
@@ -239,6 +241,52 @@ def test_every_gpu_in_the_table_names_its_sources() -> None:
         assert gpu.source.startswith("https://"), gpu.name
         assert gpu.machine, gpu.name
         assert gpu.fp8_tflops is None or gpu.fp8_tflops == pytest.approx(2 * gpu.bf16_tflops, rel=0.02), gpu.name
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "seq_len"),
+    [("llama3_1_8b_lora", 1, 131_072), ("llama3_3_70b_lora", 2, 32_768), ("gpt_oss_20b_lora", 1, 65_536)],
+)
+def test_long_rows_fit_without_settings_in_the_fastest_way(name: str, nodes: int, seq_len: int) -> None:
+    request = PlanRequest(find_gpu("h100"), nodes)
+    length = [f"data.seq_len={seq_len}", "activation_checkpointing.fraction=null"]
+    plan = make_plan(load_config(name, length), request)
+    assert plan.peak.footprint.total <= SAFE_SHARE * request.gpu.memory_bytes
+    for context in (1, 2, 4, 8):
+        # Experts are not computed in tiles, and products of less than 2,048 tokens are slower than planned.
+        for tiles in (1, 8) if name != "gpt_oss_20b_lora" and seq_len // context // 8 >= 2048 else (1,):
+            shared = [f"parallel.context={context}", f"activation_checkpointing.mlp_tiles={tiles}"]
+            other = make_plan(load_config(name, [*length, *shared]), request)
+            fits = other.peak.footprint.total <= SAFE_SHARE * request.gpu.memory_bytes
+            assert not fits or plan.estimate.time.total_s < 1.05 * other.estimate.time.total_s
+
+
+def test_what_fits_without_tiles_and_shared_rows_has_none() -> None:
+    request = PlanRequest(find_gpu("h100"), 2)
+    plan = make_plan(load_config("llama3_1_8b_lora", []), request)
+    assert (plan.setting.context, plan.setting.mlp_tiles) == (1, 1)
+    assert {(v.setting.context, v.setting.mlp_tiles) for v in plan.variants} == {(1, 1)}
+
+
+def test_tiles_are_chosen_where_a_step_does_not_fit_without() -> None:
+    request, alone = PlanRequest(find_gpu("l4"), 1, 1), ["adapter.base=nf4", "micro_batch_size=1"]
+    alone += ["adapter.dropout=0", "data.seq_len=28672"]
+    config = load_config("llama3_1_8b_lora", alone)
+    plan = make_plan(config, request)
+    assert (plan.setting.fraction, plan.setting.mlp_tiles) == (1.0, 8)
+    assert plan.fastest is not None
+    assert list_overrides(config, plan.fastest.setting)["activation_checkpointing.mlp_tiles"] == 8
+    without = load_config("llama3_1_8b_lora", [*alone, "activation_checkpointing.mlp_tiles=1"])
+    assert make_plan(without, request).fastest is None
+
+
+def test_an_unknown_gpu_has_the_fewest_ranks_to_a_row_that_fit() -> None:
+    config = load_config("llama3_1_8b_lora", ["data.seq_len=131072"])
+    search = make_plan(config, PlanRequest(find_gpu("h100"), 1)).search
+    unknown = Hardware("cuda", 8, 8, search.gpu.memory_bytes)
+    known = replace(unknown, gpu=search.gpu)
+    contexts = [choose_layout(search.config, search.model, one, search.memory).context for one in (unknown, known)]
+    assert contexts == [2, 8]
 
 
 RUNS_THAT_RESTRICT_LAYOUTS = [

@@ -135,6 +135,10 @@ def test_an_unsupported_model_on_the_hub_is_reported_by_its_hub_name(
     assert err.startswith("hf:some/model/config.json: model_type='mamba' has layers without attention only")
 
 
+# With which the default config does not fit on small GPUs.
+UNSHARED = ("parallel.mode=ddp", "parallel.context=1", "activation_checkpointing.mlp_tiles=1")
+
+
 def test_output_and_exit_code_say_if_the_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--nodes", "2", "--search", "--rows", "100000", "--mean-tokens", "600")
     assert code == 0
@@ -148,14 +152,20 @@ def test_output_and_exit_code_say_if_the_run_fits(capsys: pytest.CaptureFixture[
     ):
         assert words in out
     assert "largest useful cluster" not in out
-    code, out, _ = run(capsys, "--gpu", "l4", "parallel.mode=ddp", "parallel.context=1")
+    code, out, _ = run(capsys, "--gpu", "l4", *UNSHARED)
     assert code == 1
     assert "does not fit" in out
 
 
+def test_the_layout_names_shared_rows_and_tiles(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--nodes", "1", "data.seq_len=131072")
+    assert "rows over 8, MLPs in 8 tiles (" in " ".join(out.split())
+    assert "activation_checkpointing.mlp_tiles=8" in " ".join(out.split())
+
+
 def test_options_are_listed_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs" / "qwen2_5_72b_full.yaml")
-    assert main(["plan", "--config", config, "--nodes", "1", "--search"]) == 1
+    assert main(["plan", "--config", config, "--nodes", "1", "--search", "parallel.context=1"]) == 1
     out = capsys.readouterr().out
     assert "nothing fits; options: more or larger GPUs, an adapter instead of all weights, an 8-bit optimizer" in out
     rows = {line.split()[0]: line for line in out[out.index("fastest that fits") :].splitlines() if line[:1].isdigit()}
@@ -179,7 +189,8 @@ def test_options_that_are_already_set_are_not_listed(capsys: pytest.CaptureFixtu
     [
         (["--nodes", "64", "global_batch_size=512"], 0, 512),
         (["--nodes", "65", "global_batch_size=512"], 8, 512),
-        (["--nodes", "2", "global_batch_size=1"], 15, 1),
+        (["--nodes", "2", "global_batch_size=1", "parallel.context=1"], 15, 1),
+        (["--nodes", "2", "global_batch_size=1"], 8, 1),  # those of a node share the row
         (["--nodes", "2", "--rows", "50", "--mean-tokens", "800", "global_batch_size=512"], 6, 10),
     ],
 )
@@ -198,14 +209,14 @@ def test_gpus_without_data_are_counted_in_the_plan_as_a_run_counts_its_ranks(
 def test_gpus_without_data_make_a_step_no_faster(capsys: pytest.CaptureFixture[str]) -> None:
     steps = {}
     for nodes in ("64", "128"):
-        _, out, _ = run(capsys, "--nodes", nodes, "--json", "parallel.mode=ddp")
+        _, out, _ = run(capsys, "--nodes", nodes, "--json", "parallel.mode=ddp", "parallel.context=1")
         steps[nodes] = json.loads(out)["step"]
     assert steps["128"]["compute_s"] == steps["64"]["compute_s"]
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--gpu", "l4"], 1)])
 def test_a_closed_pipe_does_not_change_the_exit_code(arguments: list[str], code: int) -> None:
-    config = ["--config", "configs/llama3_1_8b_lora.yaml", "--nodes", "2", "parallel.mode=ddp", "parallel.context=1"]
+    config = ["--config", "configs/llama3_1_8b_lora.yaml", "--nodes", "2", *UNSHARED]
     assert run_with_closed_pipe("plan", *config, *arguments) == code
 
 
