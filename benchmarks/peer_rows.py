@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks.training import describe_machine
 from fctune.base.files import write_atomically
 from fctune.data.chat_template import ChatTemplate
+from fctune.data.conversation import Conversation
 from fctune.data.sources import read_source
 
 VARIANTS = (  # form of the arguments, function that loads the rows, assistant_only_loss
@@ -44,8 +45,7 @@ def make_rows(path: str, model_dir: Path, limit: int) -> list[tuple[dict[str, An
     encoder = ChatTemplate(model_dir).encoder
     rows = []
     for conversation in read_source(path):
-        samples = encoder.encode(conversation)
-        if len(samples) == 1:
+        if isinstance(conversation, Conversation) and len(samples := encoder.encode(conversation)) == 1:
             rows.append((conversation.to_openai(), samples[0].tokens, [w > 0 for w in samples[0].weights]))
         if len(rows) == limit:
             break
