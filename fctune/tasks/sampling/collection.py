@@ -7,6 +7,7 @@ answers in the checkpoint and generates only the missing ones.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from bisect import bisect_right
@@ -23,6 +24,8 @@ from fctune.config.sections.grpo import GRPOConfig
 from fctune.data.loader import shuffled
 from fctune.tasks.episode import make_seed
 from fctune.tasks.rollouts import Request, Rollout
+
+logger = logging.getLogger("fctune")
 
 Position = tuple[int, ...]
 """Tasks drawn of each pool since the start of the run."""
@@ -287,9 +290,14 @@ class RolloutCollector:
         return rollout.error is None and rollout.num_generated > 0 and not is_masked
 
     def _check_flat(self, batch: RolloutBatch, num_flat: int) -> None:
+        rewards, failures = [one.reward for one in batch.rollouts if one.error is None], batch.describe_failures()
+        if num_flat == 1 and len(rewards) > 1 and is_flat(batch.rollouts):
+            logger.warning(
+                "batch %d: all %s have the reward %g; if that stays so, nothing is learned",
+                *(batch.number, format_count(len(rewards), "answer"), rewards[0]),
+            )
         if num_flat < self._config.max_flat_batches:
             return
-        rewards, failures = [one.reward for one in batch.rollouts if one.error is None], batch.describe_failures()
         failed = "" if failures is None else f"; {failures}"
         raise DataError(
             f"{num_flat} batches in a row had no group to learn from: in each, all answers had equal rewards or were "
