@@ -160,7 +160,8 @@ def _open_tasks(
     settings = RolloutSettings(template, limits, grpo.reward)
     if is_dialogue_source(grpo.cases):
         record = RunFiles(config.output_dir).mcp_calls / f"rank{rank:05d}.jsonl"
-        dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, settings, record=record, log=logger.warning)
+        log = logger.warning if rank == 0 else lambda line: None
+        dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, settings, record=record, log=log)
         if rank == 0:
             dialogues.check()
         return dialogues, TaskOrder(dialogues.ids, config.seed), None
