@@ -11,8 +11,11 @@ import contextlib
 import json
 import logging
 import math
+import os
 import shlex
+import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from fctune.base.errors import ConfigError, one_line
+from fctune.base.files import run_within
 from fctune.base.network import is_loopback
 from fctune.config.loading import read_environment
 from fctune.engines.http_client import LOOPBACK, cut_secret, remove_pieces
@@ -163,9 +167,9 @@ def check_client(address: str) -> None:
 def _explain(error: BaseException | None, budget: Budget, errors: TextIO, token: str | None) -> str:
     """Return why a server is of no use: the limit, the status or the error, and the last line that a command wrote."""
     reason = "" if error is None else _describe(error)
-    errors.seek(0)
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4096))
     if said := "".join(errors.readlines()[-1:]).strip():
-        reason = f"{reason}; it said: {one_line(said, 200)}"
+        reason = f"{reason or 'its session ended'}; it said: {one_line(said, 200)}"
     for secret in _list_secrets():
         reason = reason.replace(secret, "***")
     reason = budget.problem or (f"HTTP {budget.status}: {reason}" if budget.status else reason)
@@ -223,6 +227,8 @@ async def _open_client(address: str, token: str | None, budget: Budget, errors: 
 
     if address.startswith(STDIO):
         command = _split_command(address)
+        if shutil.which("setpriv"):  # a server that hangs would outlive this process if that is killed
+            command = ["setpriv", "--pdeathsig", "KILL", "--", *command]
         environment = {name: value for name, value in read_environment().items() if not name.startswith("FCTUNE_")}
         server = StdioServerParameters(command=command[0], args=command[1:], env=environment)
         async with Client(stdio_client(server, errlog=errors), cache=None) as client:
@@ -373,11 +379,12 @@ class McpClients:
         """End all sessions, and the servers that they started."""
         for session in self._sessions:
             session.close()
+        until = time.monotonic() + _GRACE_S
         for session in self._sessions:
-            session.wait(_GRACE_S)
+            session.wait(max(0.0, until - time.monotonic()))
         with contextlib.suppress(RuntimeError):  # closed already
             self._portal.call(self._portal.stop, True)
-        self._open.close()
+        run_within(3 * _GRACE_S, self._open.close)  # a server that was asked to end is killed after 5 s
 
 
 class McpSession:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -88,6 +90,24 @@ def test_arguments_that_the_server_refuses_are_a_result(open_session: Open) -> N
     refused = session.call("add", {"by": faults.REFUSED})
     assert (refused.text, refused.is_error) == ("no such number", True)
     assert session.call("add", {"by": 1}).text == "1"
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
+def test_a_server_that_hangs_does_not_outlive_a_process_that_is_killed() -> None:
+    code = (
+        "import sys; from fctune.engines.mcp_client import McpClients, McpLimits\n"
+        "clients = McpClients(sys.argv[1])\n"
+        "session = clients.open(sys.argv[1], None, McpLimits(), 60.0)\n"
+        "print(session.call('read', {}).text, flush=True)\n"
+        f"session.call('add', {{'by': {faults.HANG}}})\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, COUNTER], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"0\n"
+        (server,) = psutil.Process(process.pid).children()
+        process.kill()
+    server.wait(30)
+    assert not server.is_running()
 
 
 @pytest.mark.parametrize("name", ["an endless stream of messages", "a huge body", "silence", "half a JSON"])

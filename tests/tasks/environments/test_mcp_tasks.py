@@ -119,11 +119,11 @@ def solve(question: str, num_results: int) -> Sequence[Call] | str:
 def test_each_episode_starts_anew_and_solutions_get_the_full_reward(
     open_tasks: Open, template: ChatTemplate, url: str
 ) -> None:
-    for server, options in ((url, CLEAR), (BOOKINGS, {"concurrency": 2})):
+    for server, options in ((BOOKINGS, {"tasks": TASKS[:1]}), (url, CLEAR)):
         tasks = open_tasks(server, **options)
         assert ("clear" in [tool.name for tool in tasks.tools]) is (server != url)
         tasks.check()
-        rollouts = play(tasks, template, solve, num_samples=2 if server == url else 1)
+        rollouts = play(tasks, template, solve, num_samples=2)
         assert [one.error for one in rollouts] == [None] * len(rollouts)
         assert [one.parts["solved"] for one in rollouts] == [1.0] * len(rollouts), [one.text for one in rollouts]
         assert all(one.reward == 1.0 for one in rollouts)
@@ -166,12 +166,17 @@ def test_a_replay_without_the_server_equals_the_run_and_refuses_other_calls(
 def test_a_recording_that_a_kill_has_cut_off_goes_on(open_tasks: Open, template: ChatTemplate, tmp_path: Path) -> None:
     record = tmp_path / "calls.jsonl"
     with serve_bookings() as url:
-        first = play(open_tasks(url, record=record, **CLEAR), template, solve)
+        tasks = open_tasks(url, record=record, **CLEAR)
+        first = play(tasks, template, solve)
+        abandoned = tasks.begin(Request(tasks.ids[0], 5, 5))
+        abandoned.start()
+        abandoned.close()
         with record.open("a") as file:
             file.write('{"task": "rooms/train/book", "sam')
         play(open_tasks(url, record=record, **CLEAR), template, solve)
     tasks = open_tasks("stdio: none", config=DialogueConfig(replay=str(record)), **CLEAR)
     assert play(tasks, template, solve) == first
+    assert len(record.read_text().splitlines()) == 2 * (1 + len(TASKS)), "only what ended is recorded"
     record.write_text('{"tools": []}\n')
     with pytest.raises(DataError, match=r"calls.jsonl:1: not an episode \(KeyError"):
         open_tasks("stdio: none", config=DialogueConfig(replay=str(record)))
@@ -301,8 +306,9 @@ def test_a_task_that_its_own_calls_do_not_solve_is_named_at_the_start(
         ({"tasks": [count(split="train"), count(split="test")]}, "train and test both ask 'Add 2.'"),
         ({"reset": {"tool": "add"}, "tools": ["add"]}, "add resets the server, so the model must not have it"),
         ({"concurrency": 0}, "concurrency=0: expected 1 or more"),
+        ({"server": "python rooms.py"}, "server=python rooms.py: expected a URL, or 'stdio: COMMAND'"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_what_is_wrong_with_a_file_is_said_in_one_sentence(
     open_tasks: Open, options: dict[str, Any], reason: str

@@ -140,6 +140,8 @@ class TaskFile:
             sides.setdefault(task.question, set()).add(self._find_split(task))
         both = [question for question, found in sides.items() if len(found) > 1]
         problems += [f"tasks: train and test both ask {question!r}" for question in both]
+        if not self.server.startswith((STDIO, "http://", "https://")):
+            problems.append(f"server={self.server}: expected a URL, or '{STDIO} COMMAND', which starts a server")
         if self.reset is not None and self.reset.tool in (self.tools or ()):
             problems.append(f"tools: {self.reset.tool} resets the server, so the model must not have it")
         return problems if self.tasks else ["tasks: empty"]

@@ -231,8 +231,7 @@ class _McpState(TaskState):
         return score_calls(self._spec, self._made, self._tasks.read_only, is_check_met, text)
 
     def close(self) -> None:
-        """Free the episode's session."""
-        self._write()
+        """Free the episode's session; an episode without an end is not recorded."""
         self._run.close()
 
     @property
@@ -245,13 +244,13 @@ class _McpState(TaskState):
             return ask(call)
         except TaskError as error:
             self._recording.error = str(error)
+            self._write()
             raise
 
     def _write(self) -> None:
-        """Record the episode, once."""
-        if self._recorded is not None:
-            self._tasks.record(self._recorded)
-            self._recorded = None
+        """Record the episode, which is over."""
+        self._tasks.record(self._recording)
+        self._recorded = None
 
 
 def is_met(check: FinalCheck, result: McpResult | None) -> bool:
