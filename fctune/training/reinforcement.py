@@ -162,8 +162,12 @@ def _open_tasks(
         record = RunFiles(config.output_dir).mcp_calls / f"rank{rank:05d}.jsonl"
         log = logger.warning if rank == 0 else lambda line: None
         dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, settings, record=record, log=log)
-        if rank == 0:
-            dialogues.check()
+        try:
+            if rank == 0:
+                dialogues.check()
+        except BaseException:
+            dialogues.close()
+            raise
         return dialogues, TaskOrder(dialogues.ids, config.seed), None
     suite = load_training_suite(grpo.cases, grpo.force_benchmark)
     tasks = CaseTasks(suite, settings)
