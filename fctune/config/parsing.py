@@ -161,7 +161,7 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], context: _
         built = cls(**values)
     except TypeError:
         return None  # a required key is missing, which has been reported
-    if hasattr(built, "check"):
+    if callable(getattr(cls, "check", None)):  # not a field of that name
         right = {name: value for name, value in values.items() if name not in uncertain}
         context.out_of_range += _check_section(cls, right, where, uncertain)
     return built
@@ -202,6 +202,8 @@ def _parse_union(arms: tuple[Any, ...], value: Any, where: str, problems: list[s
 
 def _parse_value(hint: Any, value: Any, where: str, problems: list[str], context: _Context) -> Any:
     origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
     if origin is Literal:
         if isinstance(value, bool) and (word := "on" if value else "off") in args:
             value = word  # YAML 1.1 reads both words as booleans

@@ -233,15 +233,19 @@ class EpisodeRunner:
         self._acts_on: Literal["strict", "lenient"] = acts_on
 
     def run(
-        self, episodes: Iterable[Episode], num_at_once: int | None = None, is_first: bool = True
+        self,
+        episodes: Iterable[Episode],
+        num_at_once: int | None = None,
+        is_first: bool = True,
+        gives_up: bool = True,
     ) -> Iterator[Episode]:
         """Yield each episode as it ends; its state is closed when the next one is requested.
 
         Args:
             episodes: Episodes to run.
-            num_at_once: Number of episodes that advance together; the next begins when one has ended. None: all. With
-                a number, the rest fails unasked after many failures in a row.
+            num_at_once: Number of episodes that advance together; the next begins when one has ended. None: all.
             is_first: No prompt was answered before, so an engine that can answer none of them is an error.
+            gives_up: The rest fails unasked after many failures in a row; only with a number.
 
         Raises:
             DataError: ``is_first``, and none of the first prompts can be answered.
@@ -264,7 +268,7 @@ class EpisodeRunner:
                     if episode.is_over:
                         yield from _closed_after(episode)
                 active = [episode for episode in active if not episode.is_over]
-                if num_at_once is not None and num_lost_in_a_row >= max(8, 2 * num_at_once):
+                if gives_up and num_at_once is not None and num_lost_in_a_row >= max(8, 2 * num_at_once):
                     for episode in waiting:
                         self._start(episode)
                         episode.fail(f"not queried: {num_lost_in_a_row} conversations in a row got no answer")

@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -137,13 +138,17 @@ class TaskSet(ABC):
     reward_name: ClassVar[str] = "this reward"
     max_failing: ClassVar[int | None] = _MAX_FAILING
     """Failing tasks in a row that end the run; None: failures are left to whoever asks."""
+    num_at_once: int | None = None
+    """Episodes that run at a time; None: all that are requested."""
+    is_exclusive: bool = False
+    """True if only one process of a run may play the tasks."""
 
     def __init__(self, settings: RolloutSettings):
         weights = self.default_weights if settings.weights is None else settings.weights
         check_reward(weights, f"{settings.section}.reward", {**self.parts, **CONTROL}, self.reward_name)
         self._template, self._limits, self._weights = settings.template, settings.limits, dict(weights)
         self._call_format = find_call_format(settings.template)
-        self._failing: set[str] = set()  # tasks of the failures since the last rollout
+        self._failing: Counter[str] = Counter()  # failures of each task since the last rollout
 
     @property
     @abstractmethod
@@ -179,10 +184,21 @@ class TaskSet(ABC):
             ConfigError: Many tasks in a row failed.
         """
         runner = EpisodeRunner(engine, self._call_format, self._limits, template=self._template, acts_on="strict")
-        for episode in runner.run(map(self.begin, requests)):
+        for episode in runner.run(map(self.begin, requests), self.num_at_once, gives_up=False):
             rollout = self._reward(episode)
             self._check_failing(rollout)
             yield rollout
+
+    def check(self) -> None:  # noqa: B027 most tasks are checked as they are made
+        """Check that the first task can be solved.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+
+    def has_failed(self) -> bool:
+        """Return True if so many tasks in a row failed that more will not help."""
+        return self.max_failing is not None and len(self._failing) >= self.max_failing
 
     def close(self) -> None:  # noqa: B027 most tasks hold nothing
         """Release what the tasks hold."""
@@ -223,8 +239,8 @@ class TaskSet(ABC):
         if rollout.error is None:
             self._failing.clear()
         else:
-            self._failing.add(rollout.case_id)
-        if self.max_failing is not None and len(self._failing) >= self.max_failing:
+            self._failing[rollout.case_id] += 1
+        if self.has_failed():
             raise ConfigError(
                 f"all dialogues of {len(self._failing)} tasks in a row failed, the last one, {rollout.case_id}, with: "
                 f"{rollout.error}. Fix the cause and run the same command again to resume."

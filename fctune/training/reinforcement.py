@@ -9,6 +9,7 @@ from typing import Any
 
 from fctune.base import distributed
 from fctune.base.distributed import World
+from fctune.base.errors import ConfigError
 from fctune.checkpoint.resume import Resume
 from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
@@ -20,6 +21,7 @@ from fctune.engines.engine import PolicyEngine, Sampling
 from fctune.engines.local import LocalEngine
 from fctune.engines.policy_server import PolicyServer
 from fctune.models.export import export_adapter
+from fctune.runs.directory import RunFiles
 from fctune.runs.record import MetricsFile
 from fctune.tasks.episode import EpisodeLimits
 from fctune.tasks.evaluation.live import build_answering, random_state_restored
@@ -42,14 +44,15 @@ class PolicyTasks(TrainingData):
     Args:
         config: Config of the run, with a ``grpo`` section.
         template: Template of the prompts.
+        rank: This process; 0 checks the tasks.
     """
 
     loader = None
 
-    def __init__(self, config: RunConfig, template: ChatTemplate):
+    def __init__(self, config: RunConfig, template: ChatTemplate, rank: int):
         assert config.grpo is not None
         self._grpo, self._template = config.grpo, template
-        self.tasks, self.order, self._benchmark = _open_tasks(config.grpo, config, template)
+        self.tasks, self.order, self._benchmark = _open_tasks(config.grpo, config, template, rank)
 
     def describe(self) -> dict[str, Any]:
         """Return the cases, in the form in which run.json records a prepared set."""
@@ -70,6 +73,12 @@ class PolicyTasks(TrainingData):
     def open_source(self, planned: PlannedRun, stop_if_requested: Callable[[], None]) -> RolloutSource:
         """Return the source of steps on rollouts."""
         is_shared = self._grpo.server is not None
+        if self.tasks.is_exclusive and not is_shared and planned.world.world_size > 1:
+            raise ConfigError(
+                f"grpo.cases={self._grpo.cases}: a tool resets this server's state, which {planned.world.world_size} "
+                "processes would share. Set grpo.engine=server, so that one process asks, or concurrency in the file "
+                "to 2 or more if each session has a state of its own."
+            )
         engine: PolicyEngine | None
         if is_shared:
             engine, publish = self._open_server(planned, stop_if_requested)
@@ -143,12 +152,22 @@ class PolicyTasks(TrainingData):
         return engine, publish
 
 
-def _open_tasks(grpo: GRPOConfig, config: RunConfig, template: ChatTemplate) -> tuple[TaskSet, TaskOrder, str | None]:
+def _open_tasks(
+    grpo: GRPOConfig, config: RunConfig, template: ChatTemplate, rank: int
+) -> tuple[TaskSet, TaskOrder, str | None]:
     """Return the tasks, their order, and the benchmark that they belong to, if any."""
     limits = EpisodeLimits(grpo.max_new_tokens, max_tokens=config.data.row_tokens)
     settings = RolloutSettings(template, limits, grpo.reward)
     if is_dialogue_source(grpo.cases):
-        dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, settings)
+        record = RunFiles(config.output_dir).mcp_calls / f"rank{rank:05d}.jsonl"
+        log = logger.warning if rank == 0 else lambda line: None
+        dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, settings, record=record, log=log)
+        try:
+            if rank == 0:
+                dialogues.check()
+        except BaseException:
+            dialogues.close()
+            raise
         return dialogues, TaskOrder(dialogues.ids, config.seed), None
     suite = load_training_suite(grpo.cases, grpo.force_benchmark)
     tasks = CaseTasks(suite, settings)
@@ -171,7 +190,7 @@ class PolicyTuning(AdapterTuning):
         def open_tasks() -> PolicyTasks:
             switches = config.model.template_args
             template = ChatTemplate(self.model_dir, template_args=switches, chat_template=self.chat_template)
-            return PolicyTasks(config, template)
+            return PolicyTasks(config, template, self.world.rank)
 
         return config, distributed.run_on_all_ranks(open_tasks)
 

@@ -85,7 +85,8 @@ class RolloutSource:
         self._num_batches = math.ceil(num_steps / self._grpo.updates_per_batch)
         self._meanwhile = meanwhile
         play = self._play_alone if is_shared else self._play_together
-        self._collector = RolloutCollector(self._grpo, order, play)
+        log_once = logger.warning if world.is_main else lambda line: None
+        self._collector = RolloutCollector(self._grpo, order, play, log_once)
         self._digest = tasks.digest()
         self._num_ahead = self._grpo.max_staleness if is_shared else 0
         self._batch: RolloutBatch | None = None  # in training

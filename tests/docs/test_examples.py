@@ -16,6 +16,7 @@ from fctune.data.sources import read_source
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import UnreadRow
 from fctune.tasks.environments.host import EnvironmentHost
+from fctune.tasks.environments.mcp.task_file import read_task_file
 from tests.conftest import ROOT
 from tests.page_blocks import list_blocks
 
@@ -34,6 +35,14 @@ def test_the_environment_on_the_page_makes_tasks_that_its_own_calls_solve(tmp_pa
     finally:
         host.close()
     assert len({task.spec.question for task in tasks}) == 6
+
+
+def test_the_file_of_tasks_on_the_page_is_read(tmp_path: Path) -> None:
+    (text,) = (block for block in list_blocks(ROOT / "docs" / "environments.md", "yaml") if "tasks:" in block)
+    (tmp_path / "rooms.yaml").write_text(text)
+    file = read_task_file(tmp_path / "rooms.yaml")
+    assert len(file.tasks) == 2
+    assert len({**file.select("train"), **file.select("test")}) == 2
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
@@ -56,7 +65,7 @@ def test_the_pair_on_the_page_is_read() -> None:
 def test_configs_on_the_page_have_known_keys_and_values(page: Path, tmp_path: Path) -> None:
     for number, text in enumerate(list_blocks(page, "yaml")):
         values = yaml.safe_load(text)
-        if page.stem in ("contributing", "sweeps") or "extends" in values:
+        if page.stem in ("contributing", "sweeps") or "extends" in values or "tasks" in values:
             continue
         assert set(values) <= KEYS, text
         file = tmp_path / f"{number}.yaml"

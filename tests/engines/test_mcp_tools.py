@@ -14,7 +14,8 @@ import pytest
 from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call
 from fctune.data.sources.tool_file import read_tool_texts
-from fctune.engines.mcp_tools import McpLimits, call_mcp_tool, choose_mcp_token, fetch_mcp_tools, read_offered_tools
+from fctune.engines.mcp_client import McpLimits, choose_mcp_token
+from fctune.engines.mcp_tools import call_mcp_tool, fetch_mcp_tools, read_offered_tools
 from tests.engines.mcp_server import ATTACKS, TOKEN, RawHandler, nest, serve_mcp, serve_raw
 
 LIMITS = McpLimits(max_s=20.0, max_bytes=1_000_000, max_pages=5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.conftest import ROOT
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import CONFIGS, Kind, check_single_reports, run_kind_on_rank
 
+COUNTER = ROOT / "tests" / "engines" / "faulty_stdio_server.py"
 # The base is hardly ever right, so that its verdicts alone would teach nothing.
 REWARD = ("grpo.reward={random: 1.0, brevity: 0.5}",)
 SMALL = (
@@ -98,6 +102,31 @@ def test_two_processes_keep_the_shares_of_categories_and_resume_exactly(tmp_path
     for row in (*rows, *again):
         del row["judging_s"]
     assert rows == again
+
+
+@pytest.mark.slow
+def test_a_run_with_an_mcp_server_is_replayed_without_it(tmp_path: Path) -> None:
+    task = {"question": "Add 2.", "calls": [{"tool": "add", "arguments": {"by": 2}}]}
+    file, command = tmp_path / "counter.yaml", f"{shlex.quote(sys.executable)} -S {shlex.quote(str(COUNTER))}"
+    reports = []
+    for name, server in (("live", f"stdio: {command}"), ("replayed", "stdio: no-such-program")):
+        file.write_text(json.dumps({"server": server, "test_share": 0.0, "tasks": [task, {**task, "id": "again"}]}))
+        replay = [f"grpo.dialogue.replay={tmp_path / 'live' / 'run' / 'mcp_calls'}"] if name == "replayed" else []
+        options = (
+            "grpo.max_new_tokens=40",
+            f"grpo.cases=mcp:{file}",
+            "grpo.reward={random: 1.0}",
+            "grpo.dialogue.call_timeout_s=60",
+            *replay,
+        )
+        done = run_ranks(run_kind_on_rank, 2, arguments(tmp_path / name, *options, "max_steps=2"), "grpo")
+        assert [one["code"] for one in done] == [0, 0], done
+        metrics, rows = (read_lines(tmp_path / name, one) for one in ("metrics.jsonl", "rollouts.jsonl"))
+        reports.append(([one["loss"] for one in metrics], [{**one, "judging_s": 0} for one in rows]))
+    assert reports[0] == reports[1]
+    assert any(loss != 0 for loss in reports[0][0])
+    recorded = [line for file in (tmp_path / "live").rglob("rank*.jsonl") for line in file.read_text().splitlines()]
+    assert len(recorded) == 2 + len(reports[0][1]), "a line of tools for each rank, and one for each answer"
 
 
 def test_bad_input_is_named_in_one_sentence(tmp_path: Path) -> None:

@@ -19,7 +19,13 @@ from fctune.config.fields import (
     join_key,
 )
 from fctune.config.parsing import describe_no_file
-from fctune.config.sections.rollouts import DialogueConfig, ServerConfig, find_source_problems, is_dialogue_source
+from fctune.config.sections.rollouts import (
+    MCP,
+    DialogueConfig,
+    ServerConfig,
+    find_source_problems,
+    is_dialogue_source,
+)
 
 PolicyLoss = Literal["grpo", "dapo", "gspo", "dr_grpo"]
 Advantage = Literal["group", "unbiased", "leave_one_out"]
@@ -98,9 +104,10 @@ class GRPOConfig:
     server: Annotated[ServerConfig | None, Null("none"), MAY_CHANGE] = None
     """The server, with `engine: server`."""
     dialogue: DialogueConfig = field(default_factory=DialogueConfig)
-    """Limits of dialogues, which `cases` names as `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, or
-    as `recorded:ROWS`, a file of rows with calls and their results (docs/environments.md). Their rewards have different
-    parts: `solved`, `progress`, in environments `economy` and `validity`, and `random`."""
+    """Limits of dialogues, which `cases` names as `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, as
+    `mcp:FILE`, a file of tasks with an MCP server, or as `recorded:ROWS`, a file of rows with calls and their results
+    (docs/environments.md). Their rewards have different parts: `solved`, `progress`, in environments and with MCP
+    servers `economy` and `validity`, and `random`."""
     max_staleness: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 1
     """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
 
@@ -128,6 +135,11 @@ class GRPOConfig:
         if is_dialogue_source(self.cases):
             for problem in find_source_problems(self.cases, where):
                 problems.add(("cases",), problem)
+            replay, key = self.dialogue.replay, join_key(where, "dialogue.replay")
+            if replay is not None and not self.cases.startswith(MCP):
+                problems.add(("cases", "dialogue"), f"{key}: only for cases of an MCP server; remove it")
+            elif replay is not None and not os.path.exists(replay):
+                problems.add(("dialogue",), f"{key}={replay}: does not exist; name the folder mcp_calls of a run")
         elif not self.cases.startswith("synthetic:") and not os.path.isfile(self.cases):
             problems.add(
                 ("cases",),

@@ -10,8 +10,8 @@ from typing import Annotated
 from fctune.config.fields import AT_LEAST_1, Null, Range, SectionProblems, join_key
 from fctune.config.server_address import find_address_problem
 
-ENVIRONMENT, RECORDED = "environment:", "recorded:"
-"""How ``grpo.cases`` names tasks in environments, and rows with recorded results."""
+ENVIRONMENT, RECORDED, MCP = "environment:", "recorded:", "mcp:"
+"""How ``grpo.cases`` names tasks in environments, rows with recorded results, and tasks with an MCP server."""
 
 _TASKS = re.compile(r"environment:(?P<names>[^,]+(?:,[^,]+)*):(?P<num_tasks>[1-9][0-9]*)")
 
@@ -39,21 +39,25 @@ class ServerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DialogueConfig:
-    """Limits of multi-turn dialogues, for `environment:` and `recorded:` cases."""
+    """Limits of multi-turn dialogues, for `environment:`, `mcp:` and `recorded:` cases."""
 
     max_turns: Annotated[int, AT_LEAST_1] = 8
     """Maximum number of the model's answers in a dialogue."""
     call_timeout_s: Annotated[float, Range(gt=0)] = 5.0
-    """Time limit of a call in an environment, in seconds."""
+    """Time limit of a call in an environment or of an MCP server, in seconds."""
+    episode_timeout_s: Annotated[float, Range(gt=0)] = 120.0
+    """Time limit of all calls of a dialogue with an MCP server together, with its start, in seconds."""
     memory_gib: Annotated[float, Range(gt=0)] = 2.0
     """Memory limit of an environment's process, in GiB."""
     max_result_bytes: Annotated[int, AT_LEAST_1] = 262_144
     """Largest size of a result, or of an environment's state, as JSON, in bytes."""
+    replay: Annotated[str | None, Null("the server is asked")] = None
+    """Results in place of an MCP server: the folder `mcp_calls` of an earlier run."""
 
 
 def is_dialogue_source(cases: str) -> bool:
     """Return True if ``grpo.cases`` names multi-turn dialogues."""
-    return cases.startswith((ENVIRONMENT, RECORDED))
+    return cases.startswith((ENVIRONMENT, RECORDED, MCP))
 
 
 def parse_environments(cases: str) -> tuple[list[str], int] | None:
@@ -70,4 +74,7 @@ def find_source_problems(cases: str, where: str) -> list[str]:
     path = cases.removeprefix(RECORDED)
     if cases.startswith(RECORDED) and "://" not in path and not path.startswith("hf:") and not os.path.isfile(path):
         return [f"{key}={cases}: {path} does not exist; name a file of rows with calls and their results"]
+    path = cases.removeprefix(MCP)
+    if cases.startswith(MCP) and not os.path.isfile(path):
+        return [f"{key}={cases}: {path} does not exist; name a file of tasks with an MCP server"]
     return []

@@ -200,10 +200,14 @@ class RolloutCollector:
         config: The ``grpo`` section.
         order: Order of the tasks, with the seeds of their answers.
         play: Function that generates and rewards the answers to requests.
+        log: Called with a line if all answers of the first batch, or of one after a batch to learn from, have one
+            reward.
     """
 
-    def __init__(self, config: GRPOConfig, order: TaskOrder, play: Play):
-        self._config, self._order, self._play = config, order, play
+    def __init__(
+        self, config: GRPOConfig, order: TaskOrder, play: Play, log: Callable[[str], None] = lambda line: None
+    ):
+        self._config, self._order, self._play, self._log = config, order, play, log
 
     def collect(self, number: int, start: Position, num_flat: int = 0, done: Iterable[Rollout] = ()) -> RolloutBatch:
         """Return a batch with ``prompts_per_step`` groups, or fewer once ``max_refills`` is reached.
@@ -287,9 +291,12 @@ class RolloutCollector:
         return rollout.error is None and rollout.num_generated > 0 and not is_masked
 
     def _check_flat(self, batch: RolloutBatch, num_flat: int) -> None:
+        rewards, failures = [one.reward for one in batch.rollouts if one.error is None], batch.describe_failures()
+        if num_flat == 1 and len(rewards) > 1 and is_flat(batch.rollouts):
+            answers = format_count(len(rewards), "answer")
+            self._log(f"batch {batch.number}: all {answers} have the reward {rewards[0]:g}, which teaches nothing")
         if num_flat < self._config.max_flat_batches:
             return
-        rewards, failures = [one.reward for one in batch.rollouts if one.error is None], batch.describe_failures()
         failed = "" if failures is None else f"; {failures}"
         raise DataError(
             f"{num_flat} batches in a row had no group to learn from: in each, all answers had equal rewards or were "

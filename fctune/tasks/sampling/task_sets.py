@@ -8,11 +8,15 @@ from pathlib import Path
 
 from fctune.base.errors import ConfigError
 from fctune.config.loading import read_environment
-from fctune.config.sections.rollouts import RECORDED, DialogueConfig, ServerConfig, parse_environments
+from fctune.config.sections.rollouts import MCP, RECORDED, DialogueConfig, ServerConfig, parse_environments
 from fctune.data.chat_template import ChatTemplate
 from fctune.engines.policy_server import PolicyServer, ServerPatience
 from fctune.tasks.environments.base import Split
 from fctune.tasks.environments.host import EnvironmentHost, Limits
+from fctune.tasks.environments.mcp.recording import Recording
+from fctune.tasks.environments.mcp.server import EpisodeServerLimits, ReplayedServer, ToolServer
+from fctune.tasks.environments.mcp.task_file import read_task_file
+from fctune.tasks.environments.mcp.tasks import McpTasks
 from fctune.tasks.environments.tasks import EnvironmentTasks
 from fctune.tasks.evaluation.row_cases import make_row_cases
 from fctune.tasks.recorded import RecordedTasks, read_recorded
@@ -22,23 +26,32 @@ from fctune.tasks.suite_files import benchmark_of, load_suite, make_cases
 
 
 def open_dialogue_tasks(
-    cases: str, config: DialogueConfig, settings: RolloutSettings, split: Split = "train"
-) -> EnvironmentTasks | RecordedTasks:
-    """Open the tasks of ``environment:NAMES:TASKS`` or ``recorded:ROWS``.
+    cases: str,
+    config: DialogueConfig,
+    settings: RolloutSettings,
+    split: Split = "train",
+    record: Path | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> EnvironmentTasks | McpTasks | RecordedTasks:
+    """Open the tasks of ``environment:NAMES:TASKS``, ``mcp:FILE`` or ``recorded:ROWS``.
 
     Args:
         cases: Value of ``grpo.cases``.
         config: Limits of dialogues and environments.
         settings: How tasks are asked and rewarded; ``config`` limits their turns.
-        split: Side of environments' tasks.
+        split: Side of the tasks of environments and MCP servers.
+        record: File to which the results of an MCP server are appended; None: they are not recorded.
+        log: Called with a line about a server whose state is not reset.
 
     Raises:
-        ConfigError: An environment or a part of the reward does not exist, or an environment is unusable.
-        DataError: The rows cannot be read, or none has recorded results.
+        ConfigError: An environment, a server or a part of the reward does not exist or is unusable.
+        DataError: The rows or the recording cannot be read, or none has recorded results.
     """
     settings = replace(settings, limits=replace(settings.limits, max_turns=config.max_turns))
     if cases.startswith(RECORDED):
         return RecordedTasks(read_recorded(cases.removeprefix(RECORDED)), settings)
+    if cases.startswith(MCP):
+        return _open_mcp_tasks(Path(cases.removeprefix(MCP)), config, settings, split, record, log)
     parsed = parse_environments(cases)
     assert parsed is not None, "the config was checked"
     names, num_tasks = parsed
@@ -51,6 +64,34 @@ def open_dialogue_tasks(
     except BaseException:
         for host in hosts:
             host.close()
+        raise
+
+
+def _open_mcp_tasks(
+    path: Path,
+    config: DialogueConfig,
+    settings: RolloutSettings,
+    split: Split,
+    record: Path | None,
+    log: Callable[[str], None],
+) -> McpTasks:
+    file = read_task_file(path)
+    server: ToolServer | ReplayedServer
+    if config.replay is not None:
+        server, record = ReplayedServer(Recording(Path(config.replay))), None
+    else:
+        server = ToolServer(
+            file, EpisodeServerLimits(config.call_timeout_s, config.episode_timeout_s, config.max_result_bytes)
+        )
+        if not file.is_process and file.reset is None:
+            log(
+                f"{server.name}: each dialogue has a session of its own, but what calls change on the server may carry "
+                f"over to others. If a tool restores its state, name it as reset in {path}."
+            )
+    try:
+        return McpTasks(path.stem, file, server, split, settings, record)
+    except BaseException:
+        server.close()
         raise
 
 

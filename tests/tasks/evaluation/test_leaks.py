@@ -146,3 +146,9 @@ def test_cases_with_placeholders_are_found_in_rows_with_the_secrets(tmp_path: Pa
     ]
     assert cases[0].prompt != cases[1].prompt
     assert find_asked(cases, config) == ("placeholder", "secret")
+
+
+@pytest.mark.parametrize("cases", ["environment:files:10", "mcp:rooms.yaml"])
+def test_tasks_without_rows_are_not_compared(rows: tuple[Path, Path], tmp_path: Path, cases: str) -> None:
+    run = make_run(tmp_path / "run", cases=cases)
+    assert find_leaks(load_suite(rows[0]).all_cases, run) == (run, (), {})

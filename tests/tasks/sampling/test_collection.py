@@ -191,6 +191,17 @@ def test_batches_that_teach_nothing_end_the_run(drops: bool) -> None:
     assert len(player.asked) <= 2 * 3 * 5
 
 
+def test_equal_rewards_of_all_tasks_are_said_after_the_first_batch() -> None:
+    config, said = GRPOConfig(cases="synthetic:train:10", drop_flat_groups=False), list[str]()
+    always = Player(lambda request: answer(request, 0.25))
+    batches = RolloutCollector(config, TaskOrder(IDS, 7), always, said.append)
+    batch = batches.collect(2, (0,), batches.collect(1, (0,)).num_flat)
+    assert said == [f"batch 1: all {len(batch.rollouts)} answers have the reward 0.25, which teaches nothing"]
+    by_case = Player(lambda request: answer(request, float(request.case_id[-1])))
+    assert RolloutCollector(config, TaskOrder(IDS, 7), by_case, said.append).collect(1, (0,)).num_flat == 1
+    assert len(said) == 1, "each group has equal rewards, but some tasks are solved"
+
+
 def test_a_batch_is_collected_again_from_the_answers_that_there_are() -> None:
     whole = collector(Player(mixed)).collect(4, (5,))
     player = Player(mixed)

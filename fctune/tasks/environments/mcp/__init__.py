@@ -1,0 +1,1 @@
+"""Tasks whose tools are those of an MCP server."""
