@@ -69,6 +69,7 @@ from fctune.parallel.layout import (
 from fctune.parallel.memory import MemoryModel
 from fctune.parallel.search import fit_seq_len, plan_speed
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
+from fctune.parallel.speed import estimate_row_cost
 from fctune.parallel.storage import plan_storage
 from fctune.runs.device import compute_capability, describe_device, find_gpu_kind, total_memory
 from fctune.runs.directory import RunDirectory
@@ -274,6 +275,7 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
 
     layout, warning = distributed.run_on_all_ranks(choose)
     model.max_logits = layout.max_logits
+    model.row_cost = estimate_row_cost(memory, layout.fraction, layout.max_logits)
     if config.compile:
         compile_blocks_(model)
     logger.info("layout: %s", layout)
