@@ -183,9 +183,11 @@ def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str, world_si
 def _count_unpacked(lengths: NDArray[np.int64], config: RunConfig, world_size: int) -> int:
     """Count the positions of the first epoch, with each row padded to about the longest of its micro-batch.
 
-    Rows are dealt to ranks as by the loader, longest first, for which their length is cost enough here.
+    Rows are dealt to ranks as by the loader, longest first, for which their length is cost enough here. A micro-batch
+    whose size is not chosen yet counts as one row.
     """
-    batch, size = config.global_batch_size, config.micro_batch_size
+    batch = config.global_batch_size
+    size = config.micro_batch_size if isinstance(config.micro_batch_size, int) else 1
     shuffled_lengths = lengths[shuffled(len(lengths), config.seed, 0)]
     slots = 0
     for start in range(0, len(lengths), batch):

@@ -204,7 +204,7 @@ def count_flops(
     head_adapter = 0
     if adapter is not None and a.head in names:
         head_adapter = 6 * adapter.rank * (a.vocab_size + a.embed_dim)
-    positions = (micro_batch_size or config.micro_batch_size) * config.data.row_tokens * supervised_share
+    positions = (micro_batch_size or config.micro_batch_packs) * config.data.row_tokens * supervised_share
     if memory.trains_head and positions * a.vocab_size > (max_logits or MAX_LOGITS):
         head_cost += 2
     head_total = supervised_share * (head_cost * head + head_adapter)
@@ -379,7 +379,7 @@ def estimate_row_cost(memory: MemoryModel, fraction: float, max_logits: int | No
 
     def time_position(supervised_share: float, pairs: float) -> float:
         flops = count_flops(memory, fraction, supervised_share, pairs, max_logits)
-        tokens = memory.config.micro_batch_size * seq_len
+        tokens = memory.config.micro_batch_packs * seq_len
         return 1e6 * estimate_kernel_times(memory, GPUS["h100"], fraction, flops, tokens).total
 
     plain, pairs = time_position(0.0, 1.0), (seq_len + 1) / 2

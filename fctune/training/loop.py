@@ -124,7 +124,7 @@ def train(
         assert loader is not None
         model = state.model
         shape = model.make_bounds, num_steps, model.context_group, model.row_cost
-        source = Prefetcher(loader, world, config.micro_batch_size, *shape)
+        source = Prefetcher(loader, world, config.micro_batch_packs, *shape)
     with source, Meter(config, state.model, world, gpu_hours) as meter:
         while state.step < num_steps:
             started = time.perf_counter()
@@ -200,7 +200,7 @@ def validate(
     loader = build_loader(config, prepared, "validation")
     step = loader.step_at(1)
     share = model.context_group.find_share(world)
-    batches = loader.micro_batches(step, *share, config.micro_batch_size, model.row_cost)
+    batches = loader.micro_batches(step, *share, config.micro_batch_packs, model.row_cost)
     loss, metrics = evaluate_objective(model, objective, batches, loader.totals(step), world)
     return {"validation_loss": loss} | {f"validation_{name}": value for name, value in metrics.items()}
 

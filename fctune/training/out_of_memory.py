@@ -105,7 +105,7 @@ def _format_plan(search: LayoutSearch, config: RunConfig) -> str:
     if (context := search.find_larger_context(setting)) is not None:
         variants += search.variants(nodes, context)
     fitting = sorted((v for v in variants if v.fits), key=lambda v: v.tokens_per_s_per_gpu, reverse=True)
-    remedies = [text for variant in fitting if (text := _format_variant(variant, setting, peak, config))]
+    remedies = [text for variant in fitting if (text := _format_variant(variant, setting, peak, search.config))]
     lines += [f"Settings that fit, fastest first: {'; or '.join(remedies[:_NUM_REMEDIES])}."] if remedies else []
     if not remedies:
         helping = search.list_remedies([variant.peak for variant in variants] or [peak])

@@ -57,6 +57,7 @@ from fctune.training.setup import (
     open_sinks,
     plan_parallelism,
     plan_speed_of_run,
+    resolve_micro_batch,
     resolve_seq_len,
     shard_and_load_,
     start_state,
@@ -202,6 +203,7 @@ class FineTuning(ABC):
         self.select_trainable_(model)
         config, data = self.open_data()
         self.select_tokens_(model, data)
+        config = resolve_micro_batch(model, config, self.run.resume, self.world)
         layout = plan_parallelism(model, config, self.world)
         checkpointing = replace(config.activation_checkpointing, fraction=layout.fraction)
         parallel = replace(config.parallel, context=layout.context)
@@ -244,6 +246,7 @@ class FineTuning(ABC):
                 details["state_layers"] = model.state_layers
             requested = self.run.config
             is_chosen = requested.activation_checkpointing.fraction is None or requested.parallel.context is None
+            is_chosen |= requested.micro_batch_size != config.micro_batch_size
             if is_chosen or config.global_batch_tokens is not None or requested.data.seq_len != config.data.seq_len:
                 details["config"] = config.to_dict()
             data, hosts = planned.data.describe(), list(planned.hosts)

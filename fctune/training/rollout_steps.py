@@ -62,7 +62,7 @@ def make_step_data(
     totals = replace(loader.totals(packed), num_answers=len(trained))
     inputs = []
     is_pinned = world.device.type == "cuda"
-    for batch in loader.micro_batches(packed, world.rank, world.world_size, config.micro_batch_size, cost):
+    for batch in loader.micro_batches(packed, world.rank, world.world_size, config.micro_batch_packs, cost):
         made = make_inputs(batch, make_bounds, seed=config.seed, step=step, is_pinned=is_pinned)
         inputs.append(_add_answers(made, batch, packed, prepared, trained, is_pinned))
     return StepData(replace(packed, step=step, epoch=epoch), totals, inputs, dict(metrics or {}))

@@ -67,7 +67,7 @@ from fctune.parallel.layout import (
     suggest_smaller_weights,
 )
 from fctune.parallel.memory import MemoryModel
-from fctune.parallel.search import fit_seq_len, plan_speed
+from fctune.parallel.search import choose_micro_batch, fit_seq_len, plan_speed
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
 from fctune.parallel.speed import estimate_row_cost
 from fctune.parallel.storage import plan_storage
@@ -112,6 +112,35 @@ def resolve_seq_len(config: RunConfig, model_dir: Path, resume: Resume | None, w
         config = replace(config, data=replace(config.data, seq_len=resume.state["config"]["data"]["seq_len"]))
     logger.info("data.seq_len: auto is %s tokens (%s)", f"{config.data.row_tokens:,}", reason)
     return config
+
+
+def resolve_micro_batch(model: CausalLM, config: RunConfig, resume: Resume | None, world: World) -> RunConfig:
+    """Return the config with the packs that ``micro_batch_size: auto`` stands for; unchanged with a number.
+
+    A run that resumes keeps the number of its checkpoint if it fits in the memory of its ranks. Every rank calls it,
+    with a meta model whose trainable parameters are chosen.
+
+    Raises:
+        ConfigError: A layout that does not suit the ranks, the model or the optimizer.
+    """
+    if isinstance(config.micro_batch_size, int):
+        return config
+    hardware, memory = _describe_memory(model, config, world)
+
+    def choose() -> tuple[int, str]:
+        kept = None if resume is None else resume.state["config"]["micro_batch_size"]
+        if resume is not None and isinstance(kept, int):
+            tried = memory.with_micro_batch(kept)
+            layout = choose_layout(tried.config, model, hardware, tried)
+            shape = layout.shard, layout.max_logits, layout.fraction, layout.context
+            if hardware.can_hold(tried.required(world.world_size, *shape)):
+                return kept, f"as in {resume.checkpoint.path}"
+        kind = find_gpu_kind(torch.cuda.get_device_name(world.device)) if hardware.device_type == "cuda" else None
+        return choose_micro_batch(model, hardware, memory, None if kind is None else GPUS[kind])
+
+    size, reason = distributed.run_on_rank_0(choose)
+    logger.info("micro_batch_size: auto is %s (%s)", format_count(size, "pack"), reason)
+    return replace(config, micro_batch_size=size)
 
 
 def _log_rows(what: str) -> Callable[[Counts], None]:
@@ -260,11 +289,7 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
     Raises:
         ConfigError: A layout that does not fit the number of ranks, or a model that does not fit their memory.
     """
-    hardware = _describe_hardware(world)
-    is_cuda = world.device.type == "cuda"
-    # Ranks must come to the same layout, so rank 0's measurement is everybody's.
-    process_bytes = 0 if is_cuda else distributed.run_on_rank_0(lambda: int(active_memory_gib(world.device) * GIB))
-    memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=is_cuda, process_bytes=process_bytes)
+    hardware, memory = _describe_memory(model, config, world)
 
     def choose() -> tuple[ParallelLayout, str | None]:
         layout = choose_layout(config, model, hardware, memory)
@@ -437,6 +462,14 @@ def _describe_hardware(world: World) -> Hardware:
     """Return the hardware with the least memory of any rank, by which all plan; every rank calls it."""
     memory = min(distributed.all_gather_objects(total_memory(world.device, world.ranks_per_node)))
     return Hardware(world.device.type, world.world_size, world.ranks_per_node, memory)
+
+
+def _describe_memory(model: CausalLM, config: RunConfig, world: World) -> tuple[Hardware, MemoryModel]:
+    """Return the hardware of a run and the memory of its model; every rank calls it."""
+    hardware, is_cuda = _describe_hardware(world), world.device.type == "cuda"
+    # Ranks must come to the same layout, so rank 0's measurement is everybody's.
+    process_bytes = 0 if is_cuda else distributed.run_on_rank_0(lambda: int(active_memory_gib(world.device) * GIB))
+    return hardware, MemoryModel(model, config, hardware.memory_bytes, is_cuda=is_cuda, process_bytes=process_bytes)
 
 
 def start_state(model: CausalLM, config: RunConfig, num_steps: int, gradient_sync: GradientSync) -> TrainState:
