@@ -111,7 +111,7 @@ def estimate(row: Row, config: RunConfig, architecture: Architecture) -> dict[st
     gpu = find_gpu("h100", {})
     memory = MemoryModel(shape_model(config, architecture), config, gpu.memory_bytes, row.supervised)
     flops = count_flops(memory, row.fraction, row.supervised, row.pairs)
-    tokens = config.micro_batch_size * config.data.row_tokens
+    tokens = config.micro_batch_packs * config.data.row_tokens
     times = estimate_kernel_times(memory, gpu, row.fraction, flops, tokens)
     return {name: round(value, 1) for name, value in (asdict(times) | {"total": times.total}).items()} | {
         "tokens_per_s": round(times.tokens_per_s)

@@ -308,7 +308,7 @@ def compare_speeds(results: dict[str, Any]) -> dict[str, tuple[float, float]]:
         share = run["supervised"] / run["places"]
         model = shape_model(config, find_architecture(config.model.path)[0])
         memory = MemoryModel(model, config, gpu.memory_bytes, share)
-        setting = memory.with_accumulation(Setting("none", 1, 1, job.checkpointed, config.micro_batch_size))
+        setting = memory.with_accumulation(Setting("none", 1, 1, job.checkpointed, config.micro_batch_packs))
         logits = memory.choose_max_logits(1, 1, job.checkpointed)
         pairs = PAIRS_PER_TOKEN[job.rows_dir]
         flops = count_flops(memory, job.checkpointed, share, pairs, logits, setting.micro_batch_size)

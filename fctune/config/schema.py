@@ -114,8 +114,10 @@ class RunConfig:
     global_batch_tokens: Annotated[int | None, AT_LEAST_1, Null("use `global_batch_size`")] = None
     """Tokens per optimizer step, in place of `global_batch_size`: the number of packs follows from the mean tokens of a
     pack when the data is prepared."""
-    micro_batch_size: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 2
-    """Packs per rank and forward pass; gradient accumulation follows from both sizes and the number of ranks."""
+    micro_batch_size: Annotated[int | Literal["auto"], AT_LEAST_1, MAY_CHANGE] = 2
+    """Packs per rank and forward pass; gradient accumulation follows from both sizes and the number of ranks. `auto`:
+    the number that is fastest by the plan among those that fit in memory, the largest of about equally fast ones, and
+    at most 2 on CPUs. The log has the choice and its reason; a resumed run keeps it while it fits."""
     epochs: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 3
     """Passes over the training rows."""
     max_steps: Annotated[int | None, AT_LEAST_1, Null("no limit but `epochs`"), MAY_CHANGE] = None
@@ -316,6 +318,12 @@ class RunConfig:
     def has_float8_products(self) -> bool:
         """Products are computed in float8, with a scale for each tensor."""
         return self.precision in ("float8", "float8_mixed")
+
+    @property
+    def micro_batch_packs(self) -> int:
+        """The number of packs that ``micro_batch_size`` is, once it is chosen if it was auto."""
+        assert isinstance(self.micro_batch_size, int), "micro_batch_size is not chosen yet"
+        return self.micro_batch_size
 
     @property
     def has_reference(self) -> bool:

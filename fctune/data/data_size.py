@@ -18,7 +18,7 @@ from fctune.config.schema import RunConfig
 from fctune.data.chosen_template import read_chosen_template
 from fctune.data.chunk_encoder import list_sources
 from fctune.data.fingerprint import FileDigests, describe_rows, drop_contents, fingerprint_inputs
-from fctune.data.loader import ROW_MULTIPLE, shuffled
+from fctune.data.loader import ROW_MULTIPLE, deal_rows, shuffled
 from fctune.data.prepared_set import PreparedSet, open_prepared, resolve_batch_size
 from fctune.data.sources.reader import list_files
 
@@ -183,17 +183,20 @@ def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str, world_si
 def _count_unpacked(lengths: NDArray[np.int64], config: RunConfig, world_size: int) -> int:
     """Count the positions of the first epoch, with each row padded to about the longest of its micro-batch.
 
-    The rows of a step are distributed in order of length (``fctune.data.loader``), so those of a micro-batch are
-    similar.
+    Rows are dealt to ranks as by the loader, longest first, for which their length is cost enough here. A micro-batch
+    whose size is not chosen yet counts as one row.
     """
-    batch, round_size = config.global_batch_size, world_size * config.micro_batch_size
-    steps = np.zeros((math.ceil(len(lengths) / batch), batch), dtype=np.int64)
-    steps.flat[: len(lengths)] = lengths[shuffled(len(lengths), config.seed, 0)]
-    steps = -np.sort(-steps, axis=1)
-    steps = np.pad(steps, ((0, 0), (0, -batch % round_size)))
-    rounds = steps.reshape(-1, config.micro_batch_size, world_size)  # one column per rank
-    longest = np.minimum(np.ceil(rounds[:, 0] / ROW_MULTIPLE) * ROW_MULTIPLE, config.data.row_tokens)
-    return int((longest * (rounds > 0).sum(axis=1)).sum())
+    batch = config.global_batch_size
+    size = config.micro_batch_size if isinstance(config.micro_batch_size, int) else 1
+    shuffled_lengths = lengths[shuffled(len(lengths), config.seed, 0)]
+    slots = 0
+    for start in range(0, len(lengths), batch):
+        step: list[int] = shuffled_lengths[start : start + batch].tolist()
+        for rows in deal_rows(step, world_size):
+            for first in range(0, len(rows), size):
+                longest = math.ceil(step[rows[first]] / ROW_MULTIPLE) * ROW_MULTIPLE
+                slots += min(longest, config.data.row_tokens) * len(rows[first : first + size])
+    return slots
 
 
 def _estimate(config: RunConfig, rows: int, mean_tokens: float) -> DataSize:

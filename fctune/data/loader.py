@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,15 +56,33 @@ class StepTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class RowCost:
+    """Cost of a row of tokens in training, in any unit; whole numbers, so that every rank adds up the same.
+
+    Attributes:
+        position: Cost of each position, padding included.
+        supervised: Further cost of each supervised position.
+        pair: Cost of each pair of a token and a token it attends to.
+    """
+
+    position: int = 1
+    supervised: int = 0
+    pair: int = 0
+
+
+DEFAULT_COST = RowCost()
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One micro-batch of a rank.
 
     Tokens, labels and positions are int64 ``[b, s]``, loss weights float32 ``[b, s]``. ``lengths`` are those of each
-    row's conversations, then the padding's, then zeros if all batches have as many; positions and lengths are None if
-    each row is one conversation. ``rows`` are the indices of the rows in the global step, or -1 for a row of padding;
-    ``row_lengths`` are their numbers of tokens before padding. Labels are already shifted: ``labels[t]`` is the token
-    after ``tokens[t]``. ``answer_lengths`` are the numbers of supervised tokens of each answer of preference pairs, row
-    by row; None for other sets.
+    row's conversations, then the padding's; positions and lengths are None if each row is one conversation. ``rows``
+    are the indices of the rows in the global step, or -1 for a row of padding; ``row_lengths`` are their numbers of
+    tokens before padding. Labels are already shifted: ``labels[t]`` is the token after ``tokens[t]``.
+    ``answer_lengths`` are the numbers of supervised tokens of each answer of preference pairs, row by row; None for
+    other sets.
     """
 
     tokens: Tensor
@@ -84,6 +103,23 @@ def shuffled(num_packs: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_packs)
 
 
+def deal_rows(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Deal rows to ranks so that the sums of their costs are about equal; returns the rows of each rank by cost.
+
+    The most expensive rows come first, one to each rank, the dearest of them to the rank with the smallest sum so far.
+    So ranks have equally many rows, but for one, and rows that ranks compute at the same time cost about the same.
+    """
+    by_cost = sorted(range(len(costs)), key=lambda row: -costs[row])
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    sums = [0] * num_ranks
+    for start in range(0, len(by_cost), num_ranks):
+        ranks = sorted(range(num_ranks), key=lambda rank: sums[rank])
+        for rank, row in zip(ranks, by_cost[start : start + num_ranks], strict=False):
+            shares[rank].append(row)
+            sums[rank] += costs[row]
+    return shares
+
+
 class GlobalLoader:
     """Batches the packs of a split, shuffled by (seed, epoch), with ``global_batch_size`` packs per step.
 
@@ -96,8 +132,8 @@ class GlobalLoader:
         seed: Seed of the shuffle.
         is_shuffled: Shuffle the packs of each epoch.
         pad_to: Length of unpacked rows.
-        has_full_batches: Pad every micro-batch to as many rows, and packed rows to as many conversations, so that all
-            micro-batches of a run, of both splits, have one shape.
+        has_full_batches: Pad every micro-batch to as many rows, so that all micro-batches of a run, of both splits,
+            have one shape.
         row_multiple: Lengths of unpacked rows are multiples of this.
     """
 
@@ -120,8 +156,6 @@ class GlobalLoader:
         self.has_constant_length = prepared.is_packed or pad_to == "seq_len"
         self.has_full_batches = has_full_batches
         self.row_multiple = row_multiple
-        # The conversations of the fullest pack, and the padding.
-        self._num_lengths = prepared.max_pack_size + 1 if has_full_batches else 0
         self.steps_per_epoch = math.ceil(prepared.num_packs(split) / global_batch_size)
         self._order: tuple[int, np.ndarray] | None = None  # of the last requested epoch
 
@@ -188,17 +222,19 @@ class GlobalLoader:
         num_supervised, weight_sum = int(counts[is_supervised].sum()), float(counts @ weights)
         return StepTotals(num_tokens, num_supervised, weight_sum, num_pairs, num_answers // 2, num_chosen)
 
-    def micro_batches(self, step: GlobalStep, rank: int, world_size: int, micro_batch_size: int) -> list[Batch]:
+    def micro_batches(
+        self, step: GlobalStep, rank: int, world_size: int, micro_batch_size: int, cost: RowCost = DEFAULT_COST
+    ) -> list[Batch]:
         """Return a rank's micro-batches of a step; every rank gets the same number, empty ones if packs run out.
 
-        Packs are distributed in order of length, so that the packs of a micro-batch, and the micro-batches that ranks
-        run at the same time, have about the same length.
+        Packs are dealt by cost (``deal_rows``), which is that of length if rows are not packed: those of a micro-batch,
+        and the micro-batches that ranks compute at the same time, are about as long.
         """
-        rows = sorted(range(len(step.packs)), key=lambda row: (-self._pack_length(step.packs[row]), row))
-        per_round = world_size * micro_batch_size
+        rows = deal_rows([self._row_cost(pack, cost) for pack in step.packs], world_size)[rank]
+        num_batches = math.ceil(len(step.packs) / (world_size * micro_batch_size))
         batches: list[Batch] = []
-        for start in range(0, len(rows), per_round):
-            mine = rows[start : start + per_round][rank::world_size]
+        for index in range(num_batches):
+            mine = rows[index * micro_batch_size : (index + 1) * micro_batch_size]
             batches.append(self.collate({row: step.packs[row] for row in mine}, micro_batch_size))
         self.prepared.release_pages()
         return batches
@@ -243,7 +279,7 @@ class GlobalLoader:
             if at < shape[1]:
                 lengths.append(shape[1] - at)
                 positions[i, at:] = np.arange(shape[1] - at)
-            all_lengths.append((*lengths, *[0] * (self._num_lengths - len(lengths))))
+            all_lengths.append(tuple(lengths))
         has_bounds = self.prepared.is_packed and is_real
         return Batch(
             tokens=torch.from_numpy(tokens),
@@ -267,7 +303,25 @@ class GlobalLoader:
         return self._order[1]
 
     def _pack_length(self, pack: int) -> int:
-        return sum(
-            int(self.prepared.offsets[m + 1] - self.prepared.offsets[m])
-            for m in self.prepared.members(self.split, pack)
-        )
+        return int(self._lengths(pack).sum())
+
+    def _lengths(self, pack: int) -> np.ndarray:
+        """Return the lengths of a pack's conversations."""
+        members = self.prepared.members(self.split, pack)
+        return np.array([int(self.prepared.offsets[m + 1] - self.prepared.offsets[m]) for m in members], dtype=np.int64)
+
+    def _row_cost(self, pack: int, cost: RowCost) -> int:
+        """Return the cost of a pack's row, whose padding attends to itself; unpacked rows are padded by little."""
+        prepared = self.prepared
+        lengths = self._lengths(pack)
+        num_positions = prepared.seq_len if self.has_constant_length else int(lengths.sum())
+        rest = num_positions - int(lengths.sum())
+        documents = np.append(lengths, rest) if prepared.is_packed else np.array([num_positions])
+        num_supervised = 0
+        if cost.supervised:
+            is_supervised = prepared.weights > 0
+            for member in prepared.members(self.split, pack):
+                start, stop = (int(end) for end in prepared.offsets[member : member + 2])
+                num_supervised += int(is_supervised[prepared.codes[start + 1 : stop]].sum())
+        num_pairs = int((documents * (documents + 1) // 2).sum())
+        return cost.position * num_positions + cost.supervised * num_supervised + cost.pair * num_pairs

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fctune.base.errors import ConfigError
+from fctune.data.loader import DEFAULT_COST
 from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
 from fctune.models.context_exchange import WHOLE_ROWS
@@ -64,6 +65,7 @@ class CausalLM(nn.Module, ABC):
             extends none.
         token_keys: Keys of the tokens in the current forward, which adapters read for their dropout.
         max_logits: Largest number of logits that the loss computes at once.
+        row_cost: Cost of the rows that are dealt to ranks.
         router_balance: Load-balancing loss of the routers; None if the run has none.
         context_group: Ranks that share each row of a batch.
         head_counts: Numbers of query and key heads that occur in attention.
@@ -81,6 +83,7 @@ class CausalLM(nn.Module, ABC):
         self.original_length: int | None = None
         self.token_keys = TokenKeys()
         self.max_logits = MAX_LOGITS
+        self.row_cost = DEFAULT_COST
         self.router_balance: RouterBalance | None = None
         self.context_group = WHOLE_ROWS
         self.head_counts: frozenset[tuple[int, int]] = frozenset({(architecture.num_heads, architecture.num_kv_heads)})

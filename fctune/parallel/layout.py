@@ -147,7 +147,7 @@ def choose_faster(choices: Sequence[Choice], rate: Callable[[Choice], float]) ->
 
 
 def _make_setting(memory: MemoryModel, layout: ParallelLayout) -> Setting:
-    shape = layout.mode, layout.replicate, layout.shard, layout.fraction, memory.config.micro_batch_size, 1
+    shape = layout.mode, layout.replicate, layout.shard, layout.fraction, memory.config.micro_batch_packs, 1
     return memory.with_accumulation(Setting(*shape, layout.max_logits, layout.context, layout.mlp_tiles))
 
 

@@ -233,6 +233,12 @@ class MemoryModel:
         other.supervised_share = supervised_share
         return other
 
+    def with_micro_batch(self, size: int) -> MemoryModel:
+        """Return the same for micro-batches of so many packs, without tracing the blocks again."""
+        other = copy.copy(self)
+        other.config = replace(self.config, micro_batch_size=size)
+        return other
+
     def device_state(self, setting: Setting) -> Footprint:
         """Return the weights, gradients and optimizer state on one device; zero if they are offloaded to the host."""
         return Footprint() if self.config.parallel.cpu_offload else self.sharded_state(setting)
@@ -283,7 +289,7 @@ class MemoryModel:
         if fraction is None:
             fraction = self.choose_fraction(world_size, num_shards, context, mlp_tiles)
         mode = "fsdp" if num_shards > 1 else "ddp" if world_size > 1 else "none"
-        size = self.config.micro_batch_size
+        size = self.config.micro_batch_packs
         copies = max(1, world_size // num_shards)
         setting = Setting(mode, copies, num_shards, fraction, size, 1, max_logits, context, mlp_tiles)
         return self.peak(self.with_accumulation(setting)).footprint

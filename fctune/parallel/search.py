@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.base.errors import ConfigError
-from fctune.base.gpus import Gpu
+from fctune.base.gpus import GPUS, Gpu
 from fctune.config.fields import SectionProblems
 from fctune.config.schema import RunConfig
 from fctune.data.chunk_encoder import Counts
@@ -19,6 +19,7 @@ from fctune.data.data_size import measure_data
 from fctune.data.prepared_set import resolve_batch_size
 from fctune.data.row_lengths import RowLengths, choose_seq_len, measure_lengths
 from fctune.models.architecture import Architecture
+from fctune.models.causal_lm import CausalLM
 from fctune.models.planned_model import extend_architecture, find_architecture, find_planned_tokens, shape_model
 from fctune.models.sources import read_architecture
 from fctune.parallel.context_parallel import check_context_parallelism
@@ -37,6 +38,11 @@ from fctune.parallel.memory import MemoryModel, Peak, Setting
 from fctune.parallel.speed import Flops, KernelTimes, StepTime, count_flops, estimate_kernel_times, estimate_step_time
 
 _FRACTIONS = (0.0, 0.5, 1.0)
+
+# Times of a step that a plan does not tell apart.
+_ABOUT_EQUAL = 1.01
+# The fastest of 1, 2 and 4 packs on two cores (benchmarks/results/training_2026-11-23.json).
+_MAX_PACKS_ON_CPU = 2
 
 _MIN_PARAMETERS = 1e9  # smaller models wait for the launches of kernels, which is not modelled
 
@@ -101,6 +107,13 @@ class LayoutSearch:
         batch = self.config.global_batch_size
         self.packs = batch if size is None else min(batch, size.packs)  # of a step
         self.memory = MemoryModel(self.model, self.config, gpu.memory_bytes, self.supervised_share)
+        self.micro_batch_reason = ""
+        if not isinstance(self.config.micro_batch_size, int):
+            # As for the layout, which a run chooses before it knows which share of its data is supervised.
+            memory = self.memory.with_supervised_share(1.0)
+            chosen, self.micro_batch_reason = choose_micro_batch(self.model, self._hardware(self.world_size), memory)
+            self.memory = self.memory.with_micro_batch(chosen)
+            self.config = self.memory.config
 
     def configured(self) -> tuple[Setting, str]:
         """Return the setting that a run of this config chooses, and the reason for its layout."""
@@ -109,7 +122,7 @@ class LayoutSearch:
         # A run chooses its layout before it knows which share of its data is supervised.
         layout = choose_layout(config, self.model, hardware, self.memory.with_supervised_share(1.0))
         shape = layout.mode, layout.replicate, layout.shard
-        size = config.micro_batch_size
+        size = config.micro_batch_packs
         rows = layout.context, layout.mlp_tiles
         setting = Setting(*shape, layout.fraction, size, 1, layout.max_logits, *rows)
         return self.memory.with_accumulation(setting), layout.reason
@@ -178,7 +191,7 @@ class LayoutSearch:
     def _evaluate_all(self, layouts: Sequence[tuple[str, int, int]], context: int, mlp_tiles: int) -> list[Variant]:
         """Evaluate layouts, given as mode, replicas and shards, with each fraction of checkpointed blocks."""
         settings = [
-            Setting(*layout, fraction, self.config.micro_batch_size, context=context, mlp_tiles=mlp_tiles)
+            Setting(*layout, fraction, self.config.micro_batch_packs, context=context, mlp_tiles=mlp_tiles)
             for layout in layouts
             for fraction in _FRACTIONS
         ]
@@ -241,6 +254,50 @@ def _find_fastest(variants: Sequence[Variant]) -> Variant:
     return max((v for v in variants if v.fits), key=lambda v: v.tokens_per_s_per_gpu)
 
 
+def choose_micro_batch(model: CausalLM, hardware: Hardware, memory: MemoryModel) -> tuple[int, str]:
+    """Return the number of packs that ``micro_batch_size: auto`` stands for, and the reason for it.
+
+    Of those that fit in memory with the layout that a run chooses, it is the fastest by the plan for full packs; of
+    those within a percent, the largest, which launches the fewest kernels. It is 1 if none fits.
+
+    Args:
+        model: Model, which may be on the meta device.
+        hardware: Ranks of the run; of an unknown kind of GPU, the proportions are those of an H100.
+        memory: Memory of the model and the config.
+
+    Raises:
+        ConfigError: A layout that does not suit the ranks, the model or the optimizer.
+    """
+    config, seq_len = memory.config, memory.config.data.row_tokens
+    share = math.ceil(config.global_batch_size * (config.parallel.context or 1) / hardware.world_size)
+    # Equal parts of a rank's share, so that no micro-batch is filled up with padding.
+    sizes = sorted({math.ceil(share / number) for number in range(1, share + 1)})
+    found: list[tuple[float, int, Setting]] = []
+    for size in sizes:
+        if hardware.device_type == "cpu" and size > _MAX_PACKS_ON_CPU:
+            break
+        trial = memory.with_micro_batch(size)
+        layout = choose_layout(trial.config, model, hardware, trial)
+        shape = layout.mode, layout.replicate, layout.shard, layout.fraction, size
+        rows = layout.context, layout.mlp_tiles
+        setting = trial.with_accumulation(Setting(*shape, 1, layout.max_logits, *rows))
+        if found and not hardware.can_hold(trial.peak(setting).footprint):
+            break
+        shares = layout.fraction, 1.0, (seq_len + 1) / 2
+        flops = count_flops(trial, *shares, layout.max_logits, size / layout.context, layout.mlp_tiles)
+        time = estimate_step_time(
+            trial, hardware.gpu or GPUS["h100"], setting, flops, config.global_batch_size, hardware.ranks_per_node
+        )
+        found.append((time.total_s, size, setting))
+    least_s, largest = min(time_s for time_s, _, _ in found), found[-1][1]
+    _, chosen, setting = max((one for one in found if one[0] <= _ABOUT_EQUAL * least_s), key=lambda one: one[1])
+    limit = "a rank's share of the batch" if largest == share else "the largest that fits"
+    if hardware.device_type == "cpu":
+        return chosen, "more are not faster on CPUs"
+    why = limit if chosen == largest else f"faster than {largest}, {limit}"
+    return chosen, f"{why}; {setting.fraction:g} of the blocks checkpointed"
+
+
 def fit_seq_len(
     config: RunConfig, lengths: RowLengths, architecture: Architecture, hardware: Hardware | None
 ) -> tuple[RunConfig, str]:
@@ -288,6 +345,8 @@ def prepare_seq_len(config: RunConfig, model_dir: Path, on_progress: Callable[[C
 def _find_obstacle(config: RunConfig, architecture: Architecture, hardware: Hardware | None) -> str | None:
     """Return why a run cannot train on rows of its length; None if it can. It chooses its layout in the same way."""
     seq_len = config.data.row_tokens
+    if not isinstance(config.micro_batch_size, int):
+        config = replace(config, micro_batch_size=1)
     try:
         model = shape_model(config, architecture, device_type="cuda" if hardware is None else hardware.device_type)
         if hardware is None:

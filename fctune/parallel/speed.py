@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass, fields
 
-from fctune.base.gpus import Gpu
+from fctune.base.gpus import GPUS, Gpu
 from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
+from fctune.data.loader import RowCost
 from fctune.models.architecture import Architecture, Block
 from fctune.models.context_exchange import count_repeats
 from fctune.models.frozen_linear import NF4_BYTES_PER_WEIGHT
@@ -205,7 +206,7 @@ def count_flops(
     head_adapter = 0
     if adapter is not None and a.head in names:
         head_adapter = 6 * adapter.rank * (a.vocab_size + a.embed_dim)
-    positions = (micro_batch_size or config.micro_batch_size) * config.data.row_tokens * supervised_share
+    positions = (micro_batch_size or config.micro_batch_packs) * config.data.row_tokens * supervised_share
     if memory.trains_head and positions * a.vocab_size > (max_logits or MAX_LOGITS):
         head_cost += 2
     head_total = supervised_share * (head_cost * head + head_adapter)
@@ -384,6 +385,26 @@ def estimate_kernel_times(
         other=_OTHER * a.num_layers / _LAYERS * _H100_TFLOPS / gpu.bf16_tflops,
         reference=reference,
     )
+
+
+def estimate_row_cost(memory: MemoryModel, fraction: float, max_logits: int | None = None) -> RowCost:
+    """Estimate the cost of a row in picoseconds of an H100, by which rows are dealt to ranks whatever their device.
+
+    Args:
+        memory: Memory model of the run.
+        fraction: Share of the blocks that are checkpointed.
+        max_logits: Logits computed in one chunk; None takes the default.
+    """
+    seq_len = memory.config.data.row_tokens
+
+    def time_position(supervised_share: float, pairs: float) -> float:
+        flops = count_flops(memory, fraction, supervised_share, pairs, max_logits)
+        tokens = memory.config.micro_batch_packs * seq_len
+        return 1e6 * estimate_kernel_times(memory, GPUS["h100"], fraction, flops, tokens).total
+
+    plain, pairs = time_position(0.0, 1.0), (seq_len + 1) / 2
+    pair = (time_position(0.0, pairs) - plain) / max(1.0, pairs - 1)
+    return RowCost(round(plain - pair), round(time_position(1.0, 1.0) - plain), round(pair))
 
 
 def float8_ratio(memory: MemoryModel, gpu: Gpu) -> float:

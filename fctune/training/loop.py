@@ -123,7 +123,8 @@ def train(
     if source is None:
         assert loader is not None
         model = state.model
-        source = Prefetcher(loader, world, config.micro_batch_size, model.make_bounds, num_steps, model.context_group)
+        shape = model.make_bounds, num_steps, model.context_group, model.row_cost
+        source = Prefetcher(loader, world, config.micro_batch_packs, *shape)
     with source, Meter(config, state.model, world, gpu_hours) as meter:
         while state.step < num_steps:
             started = time.perf_counter()
@@ -198,7 +199,8 @@ def validate(
     """Return the objective's loss and metrics over the validation split; independent of the world size."""
     loader = build_loader(config, prepared, "validation")
     step = loader.step_at(1)
-    batches = loader.micro_batches(step, *model.context_group.find_share(world), config.micro_batch_size)
+    share = model.context_group.find_share(world)
+    batches = loader.micro_batches(step, *share, config.micro_batch_packs, model.row_cost)
     loss, metrics = evaluate_objective(model, objective, batches, loader.totals(step), world)
     return {"validation_loss": loss} | {f"validation_{name}": value for name, value in metrics.items()}
 

@@ -108,7 +108,7 @@ def _format_plan(search: LayoutSearch, config: RunConfig) -> str:
     if (tiles := list_mlp_tiles(config, search.architecture)[-1]) > setting.mlp_tiles:
         variants += search.variants(nodes, setting.context, tiles)
     fitting = sorted((v for v in variants if v.fits), key=lambda v: v.tokens_per_s_per_gpu, reverse=True)
-    remedies = [text for variant in fitting if (text := _format_variant(variant, setting, peak, config))]
+    remedies = [text for variant in fitting if (text := _format_variant(variant, setting, peak, search.config))]
     lines += [f"Settings that fit, fastest first: {'; or '.join(remedies[:_NUM_REMEDIES])}."] if remedies else []
     if not remedies:
         helping = search.list_remedies([variant.peak for variant in variants] or [peak])

@@ -88,8 +88,8 @@ class PreparedRows(TrainingData):
 
     def open_source(self, planned: PlannedRun, stop_if_requested: Callable[[], None]) -> ResumableSource:
         """Return the source that prefetches the loader's batches."""
-        size, model = planned.config.micro_batch_size, planned.model
-        shape = model.make_bounds, planned.num_steps, model.context_group
+        size, model = planned.config.micro_batch_packs, planned.model
+        shape = model.make_bounds, planned.num_steps, model.context_group, model.row_cost
         return Prefetcher(self.loader, planned.world, size, *shape)
 
 

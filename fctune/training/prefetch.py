@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from fctune.base.distributed import World
 from fctune.checkpoint.state import DataCursor
-from fctune.data.loader import IGNORE, ROW_MULTIPLE, Batch, GlobalLoader, GlobalStep, StepTotals
+from fctune.data.loader import DEFAULT_COST, IGNORE, ROW_MULTIPLE, Batch, GlobalLoader, GlobalStep, RowCost, StepTotals
 from fctune.models.attention import DocumentBounds, MakeBounds
 from fctune.models.context_exchange import WHOLE_ROWS, ContextGroup
 from fctune.models.dropout import row_key
@@ -84,6 +84,7 @@ class Prefetcher:
         make_bounds: Makes the boundaries of the documents of a batch's rows.
         num_steps: Last step of the run.
         group: Ranks that share each row.
+        cost: Cost of the rows that are dealt to ranks.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class Prefetcher:
         make_bounds: MakeBounds,
         num_steps: int,
         group: ContextGroup = WHOLE_ROWS,
+        cost: RowCost = DEFAULT_COST,
     ):
         self._loader, self._world, self._make_bounds, self._group = loader, world, make_bounds, group
-        self._num_steps = num_steps
+        self._num_steps, self._cost = num_steps, cost
         # No more than a share of a step has, which batches of one shape would fill up with rows of padding.
         share = math.ceil(loader.global_batch_size / group.find_share(world)[1])
         self._micro_batch_size = min(micro_batch_size, share)
@@ -139,7 +141,8 @@ class Prefetcher:
     def _build(self, number: int) -> StepData:
         step, world = self._loader.step_at(number), self._world
         totals = self._loader.totals(step)
-        batches = self._loader.micro_batches(step, *self._group.find_share(world), self._micro_batch_size)
+        share = self._group.find_share(world)
+        batches = self._loader.micro_batches(step, *share, self._micro_batch_size, self._cost)
         options: dict[str, Any] = {"seed": self._loader.seed, "step": number, "group": self._group}
         options["is_pinned"] = world.device.type == "cuda"
         inputs = [make_inputs(batch, self._make_bounds, **options) for batch in batches]

@@ -90,6 +90,7 @@ class PolicyTasks(TrainingData):
             num_steps=planned.num_steps,
             is_shared=is_shared,
             meanwhile=stop_if_requested,
+            cost=planned.model.row_cost,
         )
 
     def _open_server(

@@ -24,6 +24,7 @@ from fctune.base.distributed import World
 from fctune.base.errors import DataError
 from fctune.checkpoint.fault_hooks import fire
 from fctune.config.schema import RunConfig
+from fctune.data.loader import DEFAULT_COST, RowCost
 from fctune.engines.engine import PolicyEngine
 from fctune.models.attention import MakeBounds
 from fctune.tasks.rollouts import Request, Rollout, TaskSet
@@ -62,6 +63,7 @@ class RolloutSource:
         num_steps: Last step of the run; nothing is generated for later ones.
         is_shared: One engine answers for all ranks, while they train.
         meanwhile: Called on every rank while they wait for a shared engine; may end the wait with an error.
+        cost: Cost of the rows that are dealt to ranks.
     """
 
     def __init__(
@@ -77,13 +79,14 @@ class RolloutSource:
         num_steps: int,
         is_shared: bool = False,
         meanwhile: Callable[[], None] = lambda: None,
+        cost: RowCost = DEFAULT_COST,
     ):
         assert config.grpo is not None
         self._config, self._grpo, self._world = config, config.grpo, world
         self._tasks, self._order, self._engine, self._publish = tasks, order, engine, publish
         self._make_bounds, self._log, self._is_shared = make_bounds, log, is_shared
         self._num_batches = math.ceil(num_steps / self._grpo.updates_per_batch)
-        self._meanwhile = meanwhile
+        self._meanwhile, self._cost = meanwhile, cost
         play = self._play_alone if is_shared else self._play_together
         log_once = logger.warning if world.is_main else lambda line: None
         self._collector = RolloutCollector(self._grpo, order, play, log_once)
@@ -128,10 +131,8 @@ class RolloutSource:
                 self._write_log(self._batch, step)
         assert self._batch is not None
         epoch = self._order.epoch_at(self._batch.start)
-        make_bounds = self._make_bounds
-        return make_step_data(
-            self._trained, self._config, self._world, make_bounds, step=step, epoch=epoch, metrics=metrics
-        )
+        options: dict[str, Any] = {"step": step, "epoch": epoch, "metrics": metrics, "cost": self._cost}
+        return make_step_data(self._trained, self._config, self._world, self._make_bounds, **options)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Return the state for a checkpoint after ``step``: the position, and the answers not trained yet."""

@@ -13,7 +13,7 @@ import torch
 from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
 from fctune.data.chunk_encoder import Counts
-from fctune.data.loader import Batch, GlobalStep
+from fctune.data.loader import DEFAULT_COST, Batch, GlobalStep, RowCost
 from fctune.data.packing import pack_best_fit
 from fctune.data.prepared_set import PreparedSet
 from fctune.models.attention import MakeBounds
@@ -41,6 +41,7 @@ def make_step_data(
     step: int = 1,
     epoch: int = 0,
     metrics: Mapping[str, float] | None = None,
+    cost: RowCost = DEFAULT_COST,
 ) -> StepData:
     """Return this rank's share of an optimizer step on these rollouts; the update is the same on any number of ranks.
 
@@ -52,6 +53,7 @@ def make_step_data(
         step: Global step.
         epoch: Passes over the cases before this step.
         metrics: Metrics of the rollouts' generation.
+        cost: Cost of the rows that are dealt to ranks.
     """
     assert trained, "a step needs rollouts"
     prepared = _pack(trained, config)
@@ -60,7 +62,7 @@ def make_step_data(
     totals = replace(loader.totals(packed), num_answers=len(trained))
     inputs = []
     is_pinned = world.device.type == "cuda"
-    for batch in loader.micro_batches(packed, world.rank, world.world_size, config.micro_batch_size):
+    for batch in loader.micro_batches(packed, world.rank, world.world_size, config.micro_batch_packs, cost):
         made = make_inputs(batch, make_bounds, seed=config.seed, step=step, is_pinned=is_pinned)
         inputs.append(_add_answers(made, batch, packed, prepared, trained, is_pinned))
     return StepData(replace(packed, step=step, epoch=epoch), totals, inputs, dict(metrics or {}))

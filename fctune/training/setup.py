@@ -67,8 +67,9 @@ from fctune.parallel.layout import (
     suggest_smaller_weights,
 )
 from fctune.parallel.memory import MemoryModel
-from fctune.parallel.search import fit_seq_len, plan_speed
+from fctune.parallel.search import choose_micro_batch, fit_seq_len, plan_speed
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
+from fctune.parallel.speed import estimate_row_cost
 from fctune.parallel.storage import plan_storage
 from fctune.runs.device import compute_capability, describe_device, find_gpu_kind, total_memory
 from fctune.runs.directory import RunDirectory
@@ -111,6 +112,34 @@ def resolve_seq_len(config: RunConfig, model_dir: Path, resume: Resume | None, w
         config = replace(config, data=replace(config.data, seq_len=resume.state["config"]["data"]["seq_len"]))
     logger.info("data.seq_len: auto is %s tokens (%s)", f"{config.data.row_tokens:,}", reason)
     return config
+
+
+def resolve_micro_batch(model: CausalLM, config: RunConfig, resume: Resume | None, world: World) -> RunConfig:
+    """Return the config with the packs that ``micro_batch_size: auto`` stands for; unchanged with a number.
+
+    A run that resumes keeps the number of its checkpoint if it fits in the memory of its ranks. Every rank calls it,
+    with a meta model whose trainable parameters are chosen.
+
+    Raises:
+        ConfigError: A layout that does not suit the ranks, the model or the optimizer.
+    """
+    if isinstance(config.micro_batch_size, int):
+        return config
+    hardware, memory = _describe_memory(model, config, world)
+
+    def choose() -> tuple[int, str]:
+        kept = None if resume is None else resume.state["config"]["micro_batch_size"]
+        if resume is not None and isinstance(kept, int):
+            tried = memory.with_micro_batch(kept)
+            layout = choose_layout(tried.config, model, hardware, tried)
+            needed = tried.required(world.world_size, layout.shard, layout.max_logits, layout.fraction, **layout.rows)
+            if hardware.can_hold(needed):
+                return kept, f"as in {resume.checkpoint.path}"
+        return choose_micro_batch(model, hardware, memory)
+
+    size, reason = distributed.run_on_rank_0(choose)
+    logger.info("micro_batch_size: auto is %s (%s)", format_count(size, "pack"), reason)
+    return replace(config, micro_batch_size=size)
 
 
 def _log_rows(what: str) -> Callable[[Counts], None]:
@@ -259,11 +288,7 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
     Raises:
         ConfigError: A layout that does not fit the number of ranks, or a model that does not fit their memory.
     """
-    hardware = _describe_hardware(world)
-    is_cuda = world.device.type == "cuda"
-    # Ranks must come to the same layout, so rank 0's measurement is everybody's.
-    process_bytes = 0 if is_cuda else distributed.run_on_rank_0(lambda: int(active_memory_gib(world.device) * GIB))
-    memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=is_cuda, process_bytes=process_bytes)
+    hardware, memory = _describe_memory(model, config, world)
 
     def choose() -> tuple[ParallelLayout, str | None]:
         layout = choose_layout(config, model, hardware, memory)
@@ -275,6 +300,7 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
 
     layout, warning = distributed.run_on_all_ranks(choose)
     model.max_logits = layout.max_logits
+    model.row_cost = estimate_row_cost(memory, layout.fraction, layout.max_logits)
     if config.compile:
         compile_blocks_(model)
     logger.info("layout: %s", layout)
@@ -446,6 +472,14 @@ def _describe_hardware(world: World) -> Hardware:
 def _find_kind(world: World) -> str | None:
     """Return the kind of this rank's GPU; None for a CPU or an unknown GPU."""
     return find_gpu_kind(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+
+
+def _describe_memory(model: CausalLM, config: RunConfig, world: World) -> tuple[Hardware, MemoryModel]:
+    """Return the hardware of a run and the memory of its model; every rank calls it."""
+    hardware, is_cuda = _describe_hardware(world), world.device.type == "cuda"
+    # Ranks must come to the same layout, so rank 0's measurement is everybody's.
+    process_bytes = 0 if is_cuda else distributed.run_on_rank_0(lambda: int(active_memory_gib(world.device) * GIB))
+    return hardware, MemoryModel(model, config, hardware.memory_bytes, is_cuda=is_cuda, process_bytes=process_bytes)
 
 
 def start_state(model: CausalLM, config: RunConfig, num_steps: int, gradient_sync: GradientSync) -> TrainState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ from fctune.base.errors import DataError
 from fctune.config.sections.data import DataConfig, SourceConfig
 from fctune.data.chunk_encoder import Counts
 from fctune.data.encoding import encode_sources
-from fctune.data.loader import IGNORE, GlobalLoader
+from fctune.data.loader import IGNORE, GlobalLoader, RowCost, deal_rows
 from fctune.data.packing import pack_best_fit
 from fctune.data.prepared_set import PreparedSet, describe_counts, is_validation, open_prepared, prepare
 from fctune.data.synthetic import iter_conversations
@@ -68,6 +70,69 @@ def test_an_epoch_has_every_conversation_once(
             span = slice(*prepared.offsets[member : member + 2])
             expected[prepared.tokens[span].astype(np.int64).tobytes()] += 1
     assert seen == expected
+
+
+@given(costs=st.lists(st.integers(0, 1000), max_size=80), num_ranks=st.integers(1, 16))
+@settings(max_examples=200, deadline=None)
+def test_rows_are_dealt_once_and_no_rank_gets_much_more_than_the_mean(costs: list[int], num_ranks: int) -> None:
+    shares = deal_rows(costs, num_ranks)
+    assert sorted(row for share in shares for row in share) == list(range(len(costs)))
+    assert max(map(len, shares)) == -(-len(costs) // num_ranks)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert all(costs[row] >= costs[later] for share in shares for row, later in itertools.pairwise(share))
+    sums = [sum(costs[row] for row in share) for share in shares]
+    assert max(sums) - min(sums) <= max(costs, default=0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 16])
+def test_ranks_wait_less_than_half_as_long_for_the_slowest_as_if_rows_came_in_any_order(num_ranks: int) -> None:
+    """Costs with a long tail, as those of attention in packs of 32k tokens, which are all full: their order is any."""
+    by_cost, in_turns = 0.0, 0.0
+    for seed in range(200):
+        costs = [int(cost) for cost in np.random.default_rng(seed).lognormal(5, 0.5, 4 * num_ranks)]
+        mean = sum(costs) / num_ranks
+        by_cost += max(sum(costs[row] for row in share) for share in deal_rows(costs, num_ranks)) / mean - 1
+        in_turns += max(sum(costs[rank::num_ranks]) for rank in range(num_ranks)) / mean - 1
+    assert by_cost < in_turns / 2
+
+
+@given(
+    world_size=st.integers(1, 16),
+    micro=st.integers(1, 5),
+    batch=st.integers(1, 40),
+    cost=st.builds(RowCost, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_step_has_the_same_packs_whatever_they_cost_and_whoever_gets_them(
+    prepared: PreparedSet, world_size: int, micro: int, batch: int, cost: RowCost
+) -> None:
+    loader = GlobalLoader(prepared, "train", batch, 1)
+    for step in map(loader.step_at, range(1, loader.steps_per_epoch + 1)):
+        expected = {row: loader.collate({row: pack}, 1) for row, pack in enumerate(step.packs)}
+        seen: list[int] = []
+        for rank in range(world_size):
+            for dealt in loader.micro_batches(step, rank, world_size, micro, cost):
+                seen += [row for row in dealt.rows if row >= 0]
+                for index, row in enumerate(dealt.rows):
+                    if row >= 0:
+                        num_tokens = expected[row].num_tokens
+                        assert dealt.row_lengths[index] == num_tokens
+                        assert torch.equal(dealt.tokens[index, :num_tokens], expected[row].tokens[0, :num_tokens])
+        assert sorted(seen) == list(range(len(step.packs)))
+
+
+def test_a_row_costs_what_its_positions_pairs_and_supervised_tokens_do(prepared: PreparedSet) -> None:
+    """The rank's first row is its most expensive one; counted here in the tensors of the batches."""
+    loader = GlobalLoader(prepared, "train", 12, 1)
+    cost, step = RowCost(50, 700, 3), loader.step_at(1)
+    costs = []
+    for batch in loader.micro_batches(step, 0, 1, 1, cost):
+        num_positions = batch.tokens.shape[1] if prepared.is_packed else batch.num_tokens
+        lengths = [num_positions] if batch.lengths is None else batch.lengths[0]
+        num_pairs = sum(n + 1 for length in lengths for n in range(length))
+        costs.append(50 * num_positions + 700 * batch.num_supervised + 3 * num_pairs)
+    assert costs == sorted(costs, reverse=True)
+    assert len(set(costs)) > len(costs) // 2
 
 
 def split_rows(batch: Any) -> list[bytes]:
@@ -382,7 +447,7 @@ def test_full_batches_have_one_shape_in_both_splits_and_the_same_tokens(
 ) -> None:
     config = data_config("synthetic:train:90:3", packed=is_packed, validation_share=0.2)
     prepared = prepare(config, tiny_base, tmp_path)
-    shapes, lengths, contents = set(), set(), []
+    shapes, contents = set(), []
     for has_full_batches in (True, False):
         tokens: Counter[int] = Counter()
         for split in ("train", "validation"):
@@ -396,12 +461,10 @@ def test_full_batches_have_one_shape_in_both_splits_and_the_same_tokens(
                         assert batch.num_supervised == (batch.labels != IGNORE).sum()
                         if has_full_batches:
                             shapes.add((batch.tokens.shape, batch.positions is None))
-                            lengths.add(tuple(len(row) for row in batch.lengths or ()))
-                            assert all(sum(row) == 512 for row in batch.lengths or ())
+                            assert all(sum(row) == 512 and all(row) for row in batch.lengths or ())
         del tokens[0]
         contents.append(tokens)
     assert shapes == {((2, 512), not is_packed)}
-    assert len(lengths) == 1
     assert contents[0] == contents[1]
 
 

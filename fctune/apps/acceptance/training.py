@@ -59,6 +59,11 @@ def load_run(config: TrainingConfig, folder: Path) -> tuple[RunConfig, Path]:
             f"data.seq_len={run.data.seq_len}: these steps have random tokens, and no rows to choose by. Add a length "
             "to training.overrides, such as data.seq_len=4096."
         )
+    if not isinstance(run.micro_batch_size, int):
+        raise ConfigError(
+            "micro_batch_size=auto: is chosen for a number of ranks, and these steps compare several. Add a number to "
+            "training.overrides, such as micro_batch_size=2."
+        )
     model_dir = resolve_model_dir(run.model.path)
     read_architecture(model_dir)
     return run, model_dir
@@ -120,7 +125,7 @@ def measure_steps(
         "flops": flops.weights(tokens) + flops.dense_attention(tokens, run.data.row_tokens),
         "layout": str(layout),
         "seq_len": run.data.row_tokens,
-        "micro_batch_size": run.micro_batch_size,
+        "micro_batch_size": run.micro_batch_packs,
     }
     for step in range(config.warmup + config.steps):
         session.time_left()
@@ -187,7 +192,7 @@ def list_shard_sizes(run: RunConfig, model_dir: Path, world: World) -> dict[str,
 
 def _make_step(run: RunConfig, model: CausalLM, world: World) -> StepData:
     """Build one micro-batch of random tokens per group of ranks, all supervised except the first of each row."""
-    rows, length, group = run.micro_batch_size, run.data.row_tokens, model.context_group
+    rows, length, group = run.micro_batch_packs, run.data.row_tokens, model.context_group
     share, num_shares = group.find_share(world)
     generator = torch.Generator().manual_seed(run.seed + share)
     tokens = torch.randint(model.architecture.vocab_size, (rows, length), generator=generator)

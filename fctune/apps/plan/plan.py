@@ -206,6 +206,7 @@ class Plan:
             "largest_micro_batch": self.largest_micro_batch,
             "data": _to_json(self.rows, "padding_share"),
             "seq_len_reason": self.length_reason or None,
+            "micro_batch_reason": self.search.micro_batch_reason or None,
             "num_steps": self.num_steps,
             "warmup_steps": self.warmup_steps,
             "save_steps": self.save_steps,

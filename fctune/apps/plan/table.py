@@ -32,6 +32,9 @@ def print_plan(console: Console, plan: Plan) -> None:
     _say(console, f"  {_describe_layout(setting)} ({plan.layout_reason})")
     if plan.length_reason:
         _say(console, f"  data.seq_len: auto is {plan.config.data.row_tokens:,} tokens ({plan.length_reason})")
+    if reason := plan.search.micro_batch_reason:
+        packs = format_count(plan.search.config.micro_batch_packs, "pack")
+        _say(console, f"  micro_batch_size: auto is {packs} ({reason})")
     if plan.num_idle:
         of, packs = f"{plan.num_idle} of {plan.search.world_size} GPUs", format_count(plan.search.packs, "pack")
         remedy = "use fewer GPUs, or a larger global_batch_size"
