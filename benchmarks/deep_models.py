@@ -128,8 +128,6 @@ def save_model(folder: Path, name: str, texts: Iterable[str]) -> None:
         KeyError: The model is not in ``FAMILIES`` or ``public_configs.json``.
         FileNotFoundError: The package with its chat template is not installed.
     """
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-
     family, raw = FAMILIES[name], find_public_config(name)
     if raw is None:
         raise KeyError(f"{name} is not in fctune/models/public_configs.json")
@@ -147,20 +145,36 @@ def save_model(folder: Path, name: str, texts: Iterable[str]) -> None:
         text = raw["text_config"]
         if "vocab_size_per_layer_input" in text:
             tokens["vocab_size_per_layer_input"] = size
-        sections = find_entry(raw["model_type"]).sections or {}
-        small = {**raw, **sections, "text_config": shrink(text, tokens, keeps_depth=True)}
+        small = shrink(text, tokens, keeps_depth=True)
     else:
         small = shrink(raw, {**_SMALLEST, **tokens}, keeps_depth=True)
-    config = CONFIG_MAPPING[raw["model_type"]].from_dict(small)
-    config.architectures = raw.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    config.dtype = "bfloat16"
-    config.save_pretrained(folder)
+    save_public_config(folder, raw, small)
     save_weights(folder, torch.bfloat16)
     path = folder / "generation_config.json"  # also written with the weights
     if family.config_eos is None:
         path.write_text(json.dumps({"eos_token_id": eos, "pad_token_id": ids[family.pad]}), encoding="utf-8")
     else:
         path.unlink(missing_ok=True)
+
+
+def save_public_config(folder: Path, raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+    """Write the config.json of a public model, with values of its text model in place of its own.
+
+    Args:
+        folder: Directory of the model.
+        raw: Content of the model's own config.json, or of its entry in ``public_configs.json``.
+        text: Values of the text model, in sections of their own or not, as in ``raw``.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if "text_config" in raw:
+        values = {**raw, **(find_entry(raw["model_type"]).sections or {}), "text_config": dict(text)}
+    else:
+        values = dict(text)
+    config = CONFIG_MAPPING[raw["model_type"]].from_dict(values)
+    config.architectures = raw.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
 
 
 def place_model(cache_dir: Path, path: str, texts: Iterable[str]) -> Path:

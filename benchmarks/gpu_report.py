@@ -17,18 +17,26 @@ PAGE = ROOT / "docs" / "reference" / "gpu-results.md"
 
 NOT_RUN = "not yet run"
 
+_SHIPPED = "LoRA, `configs/{}_lora.yaml`, 4,096 tokens"
+
 # Rows of the table of speeds, in its order: name and what it trains.
 SPEEDS = {
-    "lora_8b_shipped": "LoRA, `configs/llama3_1_8b_lora.yaml` as shipped (rank 64, dropout 0.1), 4,096 tokens",
-    "lora_8b": "LoRA, rank 16 on all linears, 4,096 tokens",
+    "lora_8b_float8": "LoRA, rank 16 on all linears, float8 base, 4,096 tokens",
+    "lora_8b": "LoRA, rank 16, bfloat16 base",
     "lora_8b_dense": "the same; nearly every token supervised",
-    "lora_8b_float8": "LoRA, rank 16, float8 base",
+    "lora_8b_shipped": "LoRA, `configs/llama3_1_8b_lora.yaml` as shipped (rank 64, dropout 0.1)",
     "lora_8b_nf4": "LoRA, rank 16, NF4 base",
+    "lora_8b_trl": "TRL's LoRA with Liger kernels, rank 16, packed",
+    "lora_8b_torchtune": "torchtune's LoRA, rank 16, packed, compiled",
+    "lora_8b_32k": "LoRA, rank 16, conversations of 32,768 tokens",
+    "lora_8b_128k": "LoRA, rank 16, conversations of 131,072 tokens",
+    "lora_qwen3_8b": f"Qwen3 8B, {_SHIPPED.format('qwen3_8b')}",
+    "lora_qwen3_30b_a3b": f"Qwen3 30B A3B, {_SHIPPED.format('qwen3_30b_a3b')}, compiled or not",
+    "lora_gpt_oss_20b": f"gpt-oss 20B, {_SHIPPED.format('gpt_oss_20b')}, compiled or not",
+    "lora_qwen3_5_9b": f"Qwen3.5 9B, {_SHIPPED.format('qwen3_5_9b')}, compiled or not",
     "full_8b": "full, bfloat16 throughout, 8,192 tokens, every block recomputed",
     "full_8b_float8": "the same, float8 products",
     "full_8b_master": "the same, float32 main weights",
-    "lora_8b_torchtune": "torchtune's LoRA, rank 16, packed, compiled",
-    "lora_8b_trl": "TRL's LoRA with Liger kernels, rank 16, packed",
     "full_8b_torchtune": "torchtune's full recipe",
     "full_8b_trl": "TRL's full fine-tuning",
 }
@@ -47,8 +55,8 @@ def _head(results: dict[str, Any]) -> str:
         "",
         "<!-- numbers of this page: benchmarks/results/gpu.json -->",
         "",
-        "Speed and memory of the shapes of Llama 3.1 8B and Llama 3.2 3B on a GPU, with random weights and synthetic",
-        "rows, packed. `make bench-gpu` measures what is missing here and writes this page; all numbers are in",
+        "Speed and memory of the shapes of public models on a GPU, with random weights and synthetic rows, packed.",
+        "`make bench-gpu` measures what is missing here and writes this page; all numbers are in",
         "`benchmarks/results/gpu.json`.",
         "",
     ]
@@ -74,8 +82,9 @@ def _speeds(results: dict[str, Any]) -> str:
     lines = [
         "## Training",
         "",
-        "Tokens per second of one GPU, without padding. TFLOP/s count 4 operations per weight and token for a frozen",
-        "base, and 6 if all weights train. About a fifth of the tokens are supervised unless stated otherwise; logits",
+        "Llama 3.1 8B unless another model is named. Tokens per second of one GPU, without padding. TFLOP/s count 4",
+        "operations per weight and token for a frozen base, and 6 if all weights train; of experts, those that a token",
+        "chooses, and none of attention. About a fifth of the tokens are supervised unless stated otherwise; logits",
         "are computed only for those. Peak memory is that of tensors.",
         *_notes(results),
         "",
@@ -90,6 +99,9 @@ def _speeds(results: dict[str, Any]) -> str:
         tflops = next(row[key] for key in ("tflops_4N", "tflops_6N") if key in row)
         start = f"{row['setup_s']:.0f} + {row['first_step_s']:.0f}"
         speed = f"{row['tokens_per_s']:,.0f}"
+        if len({run["job"]["compile"] for run in row["tried"]}) > 1:
+            what += f"; faster: {'compiled' if row['compiled'] else 'not compiled'}"
+        what += f"; {NOT_RUN}: {row['not_run']}" if "not_run" in row else ""
         lines.append(f"| `{name}` | {what} | {speed} | {tflops:,.0f} | {row['peak_gib']:.1f} | {start} |")
     return "\n".join([*lines, ""])
 

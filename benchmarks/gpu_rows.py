@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,17 @@ import torch
 from benchmarks.gpu_tests import run_tests
 from benchmarks.job import Job, to_json
 from benchmarks.training import ROOT, measure
-from benchmarks.workload import SHAPES, Shape, write_model, write_rows
+from benchmarks.workload import PUBLIC, SHAPES, Shape, write_model, write_public_model, write_rows
+from fctune.data.chat_template import ChatTemplate
+from fctune.data.conversation import Conversation, Message
+
+NO_TIME = "no time left"
+_LONG = "long_"  # and the length of the conversations, of a directory of rows
+
+# Shows an unfinished result of a row.
+Report = Callable[[dict[str, Any]], None]
+# Runs a row within a limit in seconds.
+Row = Callable[[float, Report], dict[str, Any]]
 
 
 class Bench:
@@ -27,41 +40,49 @@ class Bench:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.num_gpus = max(1, torch.cuda.device_count())
         self.passed_tests: list[str] = []  # by an earlier run; left out
-        self.progress: Callable[[str, dict[str, Any]], None] = lambda name, line: None
+        self._writing = threading.Lock()
         if not is_toy and self.device == "cpu":
             raise SystemExit("no CUDA device; --toy runs every row on the CPU")
 
-    def rows(self) -> dict[str, tuple[float, Callable[[float], dict[str, Any]]]]:
-        """Return name -> (time limit in seconds, function that runs the row within a limit)."""
+    def rows(self) -> dict[str, tuple[float, Row]]:
+        """Return name -> (time limit in seconds, function that runs the row), the most valuable rows first."""
         lora, full = self.lora(), self.full()
         ours = {"compile": not self.is_toy}
-        fp8 = lora.replace(**ours, base="float8")
         tune = {"tool": "torchtune", "compile": not self.is_toy}
-        trl = {"tool": "trl", "liger": self.device == "cuda", "attention": "sdpa"}
+        is_cuda = self.device == "cuda"
+        lacks_liger = _find_missing("liger_kernel") if is_cuda else None
+        lacks_fla = _find_missing("fla") if is_cuda else None
+        trl = {"tool": "trl", "liger": is_cuda and lacks_liger is None, "attention": "sdpa"}
         none_and_all = [{"checkpointed": 0.0}, {"checkpointed": 1.0}]
         return {
-            "correctness": (240, lambda limit: self.call(["-m", "benchmarks.gpu_correctness"], limit)),
-            "lora_8b_shipped": (240, self.best([lora.replace(**ours, config="llama3_1_8b_lora.yaml")])),
+            "lora_8b_float8": (240, self.best([lora.replace(**ours, base="float8")])),
             "lora_8b": (240, self.best([lora.replace(**ours)])),
-            "lora_8b_dense": (240, self.best([lora.replace(**ours, rows_dir=self.dense_dir())])),
-            "lora_8b_float8": (240, self.best([fp8])),
-            "full_8b": (240, self.best([full.replace(**ours)])),
+            "lora_qwen3_8b": (240, self.best([self.shipped("qwen3_8b").replace(**ours)])),
+            "lora_8b_trl": (360, self.best([lora.replace(**trl, **part) for part in none_and_all], lacks_liger)),
+            "lora_8b_torchtune": (360, self.best([lora.replace(**tune, **part) for part in none_and_all])),
+            "lora_qwen3_30b_a3b": (300, self.best(self.compiled_and_not("qwen3_30b_a3b"))),
+            "lora_8b_32k": (240, self.best([self.long(32_768).replace(**ours, warmup=self.warmup(2), steps=6)])),
+            "lora_gpt_oss_20b": (300, self.best(self.compiled_and_not("gpt_oss_20b"))),
+            "lora_qwen3_5_9b": (300, self.best(self.compiled_and_not("qwen3_5_9b"), lacks_fla)),
             "full_8b_float8": (240, self.best([full.replace(**ours, dtype="float8")])),
+            "lora_8b_128k": (420, self.best([self.long(131_072).replace(**ours, warmup=1, steps=2)])),
+            "save_lora_8b": (240, self.stall(lora.replace(**ours))),
+            "inference_3b": (240, self.inference),
+            "correctness": (240, lambda limit, report: self.call(["-m", "benchmarks.gpu_correctness"], limit)),
+            "lora_8b_dense": (240, self.best([lora.replace(**ours, rows_dir=self.path("dense"))])),
+            "lora_8b_shipped": (240, self.best([lora.replace(**ours, config="llama3_1_8b_lora.yaml")])),
+            "full_8b": (240, self.best([full.replace(**ours)])),
             "lora_8b_nf4": (240, self.best([lora.replace(**ours, base="nf4")])),
             "tests": (900, self.tests),
             "planner": (420, self.plans()),
-            "save_lora_8b": (240, self.stall(lora.replace(**ours))),
             "acceptance": (300, self.acceptance),
-            "inference_3b": (240, self.inference),
             "profile_lora_8b": (180, self.profile(lora.replace(**ours))),
             "liger": (180, self.liger),
-            "lora_8b_torchtune": (360, self.best([lora.replace(**tune, **part) for part in none_and_all])),
-            "lora_8b_trl": (360, self.best([lora.replace(**trl, **part) for part in none_and_all])),
             "full_8b_torchtune": (300, self.best([full.replace(**tune, ranks=1)])),
-            "full_8b_trl": (300, self.best([full.replace(**trl, ranks=1)])),
+            "full_8b_trl": (300, self.best([full.replace(**trl, ranks=1)], lacks_liger)),
             "profile_full_8b": (180, self.profile(full.replace(**ours))),
             "full_8b_master": (240, self.best([full.replace(**ours, dtype="bf16_mixed")])),
-            "save_full_3b": (300, self.stall(full.replace(**ours, model_dir=self.model_dir("3b")))),
+            "save_full_3b": (300, self.stall(full.replace(**ours, model_dir=self.path("3b")))),
         }
 
     # --- jobs ---
@@ -75,81 +96,140 @@ class Bench:
         job = self.job("8b", 8_192).replace(adapter=False, checkpointed=1.0, micro_batch_size=1)
         return job.replace(ranks=self.num_gpus, rows_a_step=2 * self.num_gpus)
 
-    def job(self, shape: str, seq_len: int) -> Job:
+    def shipped(self, model: str) -> Job:
+        """LoRA of a public model by the config that fctune has for it, of which the model and the rows are replaced."""
+        return self.job(model, 4_096).replace(config=f"{model}_lora.yaml", rows_a_step=4)
+
+    def compiled_and_not(self, model: str) -> list[Job]:
+        """LoRA of a public model by its config, compiled and not."""
+        job = self.shipped(model)
+        return [job.replace(compile=not self.is_toy), job]
+
+    def long(self, seq_len: int) -> Job:
+        """LoRA of rank 16 on conversations of almost ``seq_len`` tokens; fctune chooses recomputed blocks and tiles."""
+        job = self.job("8b", seq_len).replace(checkpointed=None, mlp_tiles=None, rows_a_step=1)
+        return job.replace(rows_dir=self.path(f"{_LONG}{job.seq_len}"))
+
+    def job(self, model: str, seq_len: int) -> Job:
         """Return the settings that all rows share."""
-        seq_len = seq_len // 8 if self.is_toy else seq_len
         return Job(
             tool="fctune",
-            model_dir=self.model_dir(shape),
-            rows_dir=self.rows_dir("synthetic"),
-            seq_len=seq_len,
+            model_dir=self.path(model),
+            rows_dir=self.path("synthetic"),
+            seq_len=min(seq_len // 8, 2_048) if self.is_toy else seq_len,
             rows_a_step=2,
             dtype="bf16",
             threads=1 if self.device == "cpu" else 4,
             device=self.device,
             has_weights=False,
-            warmup=1 if self.is_toy else 3,
+            warmup=self.warmup(3),
             steps=2 if self.is_toy else 11,
         )
+
+    def warmup(self, steps: int) -> int:
+        """Return the number of steps to leave out of the measurement, or 1 with ``--toy``."""
+        return 1 if self.is_toy else steps
 
     def shape(self, name: str) -> Shape:
         """Return the shape of a model, or the toy's with ``--toy``."""
         return SHAPES["toy" if self.is_toy else name]
 
-    def model_dir(self, name: str) -> str:
+    def path(self, name: str) -> str:
+        """Return the path of a directory with a model or rows, which ``measure`` writes."""
+        return str(self.folder / name)
+
+    # --- inputs ---
+
+    def write_model(self, name: str) -> Path:
         """Write a model directory without weights, unless it exists, and return its path."""
         folder = self.folder / name
-        if not (folder / "config.json").exists():
-            write_model(folder, self.shape(name), has_weights=False, num_texts=300 if self.is_toy else 1_000)
-        return str(folder)
+        with self._writing:
+            if not (folder / "config.json").exists():
+                num_texts = 300 if self.is_toy else 1_000
+                if name in PUBLIC:
+                    write_public_model(folder, PUBLIC[name], is_small=self.is_toy, num_texts=num_texts)
+                else:
+                    write_model(folder, self.shape(name), has_weights=False, num_texts=num_texts)
+        return folder
 
-    def rows_dir(self, name: str) -> str:
-        """Write the synthetic rows (``dense``: as long answers), unless they exist, and return their directory."""
-        from fctune.data.conversation import Conversation, Message
+    def write_rows(self, name: str) -> None:
+        """Write rows, unless they exist: synthetic ones, ones with long answers (``dense``), or long conversations."""
         from fctune.data.synthetic import iter_conversations
 
-        folder = self.folder / name
+        folder, model_dir = self.folder / name, self.write_model("8b")
+        with self._writing:
+            if (folder / "counts.json").exists():
+                return
+            seq_len = 512 if self.is_toy else 4_096
+            if name == "dense":
+                rows = _iter_turns(iter_conversations("train", 1_000, 2))
+            elif name.startswith(_LONG):
+                seq_len = int(name.removeprefix(_LONG))
+                turns = _iter_turns(iter_conversations("train", 20_000, 3), num_asked=4)
+                rows = itertools.islice(_join(turns, ChatTemplate(model_dir), seq_len), 4)
+            else:
+                rows = iter_conversations("train", 200 if self.is_toy else 2_000, 1)
+            write_rows(folder, model_dir, rows, seq_len)
 
-        def answers() -> Iterator[Conversation]:
-            for conversation in iter_conversations("train", 1_000, 2):
-                text = json.dumps(conversation.to_openai(), ensure_ascii=False)
-                yield Conversation((Message("user", content="Continue."), Message("assistant", content=text)))
+    def measure(self, job: Job, limit: float) -> dict[str, Any]:
+        """Write what a job reads and measure it within a limit (seconds)."""
+        ends = time.monotonic() + limit
+        self.write_model(Path(job.model_dir).name)
+        self.write_rows(Path(job.rows_dir).name)
+        return measure(job, ends - time.monotonic())
 
-        if not (folder / "rows.jsonl").exists():
-            rows = answers() if name == "dense" else iter_conversations("train", 200 if self.is_toy else 2_000, 1)
-            write_rows(folder, Path(self.model_dir("8b")), rows, 512 if self.is_toy else 4_096)
-        return str(folder)
+    def measure_each(self, jobs: list[Job], limit: float) -> Iterator[tuple[Job, dict[str, Any]]]:
+        """Yield each job with its measurements, or with an error if too little of the limit (seconds) remains.
 
-    def dense_dir(self) -> str:
-        """Return the directory of rows in which nearly every token is supervised."""
-        return self.rows_dir("dense")
+        No job takes the time of those after it, at least a minute or an equal part each.
+        """
+        ends, kept = time.monotonic() + limit, min(60.0, limit / len(jobs))
+        for index, job in enumerate(jobs):
+            left = ends - time.monotonic() - kept * (len(jobs) - index - 1)
+            yield job, self.measure(job, left) if left > 20 else {"error": NO_TIME}
 
     # --- kinds of rows ---
 
-    def best(self, jobs: list[Job]) -> Callable[[float], dict[str, Any]]:
-        """Measure several settings and report the fastest; the result lists all of them."""
+    def best(self, jobs: list[Job], lacks: str | None = None) -> Row:
+        """Measure several settings and report the fastest; the result lists all of them.
 
-        def run(limit: float) -> dict[str, Any]:
+        Args:
+            jobs: Settings; with ``--toy``, only the first are run.
+            lacks: What a complete measurement lacks on this machine.
+        """
+        jobs = jobs[:1] if self.is_toy else jobs
+
+        def run(limit: float, report: Report) -> dict[str, Any]:
             found, good = [], []
-            for job, one in measure_each(jobs[:1] if self.is_toy else jobs, limit):
+            result: dict[str, Any] = {"ok": False, "tried": found}
+            for job, one in self.measure_each(jobs, limit):
                 found.append(_describe_job(job) | one)
                 found[-1].pop("supervised_by_step", None)
                 if "error" not in one:
                     good.append((job, found[-1]))
-            if not good:
-                return {"ok": False, "tried": found}
-            fastest = max(good, key=lambda pair: pair[1]["real_per_s"])
-            return {"ok": True} | self.describe(*fastest) | {"tried": found}
+                if not good:
+                    continue
+                fastest = max(good, key=lambda pair: pair[1]["real_per_s"])
+                result = {"ok": True} | self.describe(*fastest) | {"tried": found}
+                num_run = sum(one.get("error") != NO_TIME for one in found)
+                missing = [lacks] if lacks else []
+                missing += [f"{len(jobs) - num_run} of {len(jobs)} settings"] if num_run < len(jobs) else []
+                result |= {"not_run": "; ".join(missing)} if missing else {}
+                if len(found) < len(jobs):
+                    report(result)
+            return result
 
         return run
 
     def describe(self, job: Job, found: dict[str, Any]) -> dict[str, Any]:
         """Return throughput, peak memory and FLOP rates of a run, for each GPU."""
-        sizes = json.loads((Path(job.model_dir) / "config.json").read_text())
-        shape = self.shape(Path(job.model_dir).name)
+        if job.tool == "fctune":
+            parameters, attention = found["parameters"], found["attention_flops"]
+        else:  # a model of Llama's shape
+            shape = self.shape(Path(job.model_dir).name)
+            parameters, attention = shape.num_parameters, 12 * shape.layers * shape.width * job.seq_len
         factor = 4 if job.adapter else 6
-        weights = factor * shape.num_parameters
-        attention = 12 * sizes["num_hidden_layers"] * sizes["hidden_size"] * job.seq_len
+        weights = factor * parameters
         rate = found["real_per_s"] / job.ranks
         return {
             "tokens_per_s": round(rate, 1),
@@ -157,15 +237,16 @@ class Bench:
             "padding_share": round(found["padding_share"], 4),
             "peak_gib": round(found["peak_mib"] / job.ranks / 1024, 2),
             "gpus": job.ranks,
+            "compiled": job.compile,
             "setup_s": round(found["setup_s"], 1),
             "first_step_s": round(found["first_step_s"], 1),
             "losses": found["losses"],
             f"tflops_{factor}N": round(weights * rate / 1e12, 3),
             f"tflops_{factor}N_and_dense_attention": round((weights + attention) * rate / 1e12, 3),
-            "parameters": shape.num_parameters,
+            "parameters": parameters,
         }
 
-    def plans(self) -> Callable[[float], dict[str, Any]]:
+    def plans(self) -> Row:
         """Compare measured with planned peak memory: LoRA at three lengths and full fine-tuning, recomputed to
         different shares, mostly eager; the longest rows with MLPs in tiles.
         """
@@ -179,9 +260,9 @@ class Bench:
         jobs += [tiled.replace(checkpointed=1.0), tiled.replace(checkpointed=0.5, compile=True)]
         jobs = jobs[:2] if self.is_toy else jobs
 
-        def run(limit: float) -> dict[str, Any]:
+        def run(limit: float, report: Report) -> dict[str, Any]:
             rows = []
-            for job, found in measure_each(jobs, limit):
+            for job, found in self.measure_each(jobs, limit):
                 row = _describe_job(job)
                 row |= {"error": found["error"]} if "error" in found else _plan(job, found)
                 rows.append(row)
@@ -191,34 +272,34 @@ class Bench:
 
         return run
 
-    def tests(self, limit: float) -> dict[str, Any]:
+    def tests(self, limit: float, report: Report) -> dict[str, Any]:
         """Run the tests that need a GPU; failures are in the results as they happen."""
         # Tests of clusters import packages that a GPU machine need not have, and none needs a GPU.
         on_gpus = ["-m", "gpu", "--ignore=tests/sky", "--ignore=tests/slurm"]
         chosen = ["tests/gpu/test_current_device.py", "-m", "not gpu"] if self.is_toy else on_gpus
         file = self.folder / f"tests-{time.time_ns()}.jsonl"
-        return run_tests(chosen, file, limit, self.passed_tests, lambda line: self.progress("tests", line))
+        return run_tests(chosen, file, limit, self.passed_tests, report)
 
-    def acceptance(self, limit: float) -> dict[str, Any]:
+    def acceptance(self, limit: float, report: Report) -> dict[str, Any]:
         """Run the acceptance test on this machine and compare its figures with independent ones."""
         flags = ["--machine", *(["--toy"] if self.is_toy else []), "--out", str(self.folder / "acceptance.json")]
         return self.call(["-m", "benchmarks.acceptance", *flags], limit)
 
-    def inference(self, limit: float) -> dict[str, Any]:
+    def inference(self, limit: float, report: Report) -> dict[str, Any]:
         """Measure loading and generation of the 3B shape."""
-        flags = ["--model", self.model_dir("3b"), *(["--toy"] if self.is_toy else [])]
+        flags = ["--model", str(self.write_model("3b")), *(["--toy"] if self.is_toy else [])]
         return self.call(["-m", "benchmarks.gpu_inference", *flags], limit)
 
-    def liger(self, limit: float) -> dict[str, Any]:
+    def liger(self, limit: float, report: Report) -> dict[str, Any]:
         """Compare Liger's fused loss and norm with ours."""
         return self.call(["-m", "benchmarks.gpu_kernels", *(["--toy"] if self.is_toy else [])], limit)
 
-    def profile(self, job: Job) -> Callable[[float], dict[str, Any]]:
+    def profile(self, job: Job) -> Row:
         """Profile one step; the result is its table of kernels by time."""
 
-        def run(limit: float) -> dict[str, Any]:
+        def run(limit: float, report: Report) -> dict[str, Any]:
             file = self.folder / "profile.txt"
-            found = measure(job.replace(profile_to=str(file)), limit)
+            found = self.measure(job.replace(profile_to=str(file)), limit)
             if "error" in found:
                 return {"ok": False, "error": found["error"]}
             lines = file.read_text().splitlines()
@@ -226,13 +307,13 @@ class Bench:
 
         return run
 
-    def stall(self, job: Job) -> Callable[[float], dict[str, Any]]:
+    def stall(self, job: Job) -> Row:
         """Measure the wall time that each asynchronous save adds: a run with saves minus one without, per save."""
 
-        def run(limit: float) -> dict[str, Any]:
+        def run(limit: float, report: Report) -> dict[str, Any]:
             ends = time.monotonic() + limit
-            plain = measure(job, ends - time.monotonic())
-            saving = measure(job.replace(save_every=max(1, job.warmup)), ends - time.monotonic())
+            plain = self.measure(job, ends - time.monotonic())
+            saving = self.measure(job.replace(save_every=max(1, job.warmup)), ends - time.monotonic())
             for found in (plain, saving):
                 if "error" in found:
                     return {"ok": False, "error": found["error"]}
@@ -258,12 +339,29 @@ class Bench:
         return found | {"output": lines[-25:]}
 
 
-def measure_each(jobs: list[Job], limit: float) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Yield each job with its measurements, or with an error if too little of the limit (seconds) remains."""
-    ends = time.monotonic() + limit
-    for job in jobs:
-        left = ends - time.monotonic()
-        yield job, measure(job, left) if left > 20 else {"error": "no time left"}
+def _iter_turns(conversations: Iterable[Conversation], num_asked: int = 0) -> Iterator[Conversation]:
+    """Yield conversations of one turn, whose answer is the text of one and whose question that of ``num_asked``."""
+    texts = (json.dumps(conversation.to_openai(), ensure_ascii=False) for conversation in conversations)
+    for answer in texts:
+        asked = "\n".join(itertools.islice(texts, num_asked)) or "Continue."
+        yield Conversation((Message("user", content=asked), Message("assistant", content=answer)))
+
+
+def _join(conversations: Iterable[Conversation], template: ChatTemplate, seq_len: int) -> Iterator[Conversation]:
+    """Yield conversations of as many turns as ``seq_len`` tokens hold."""
+    messages: tuple[Message, ...] = ()
+    num_tokens = 0
+    for conversation in conversations:
+        (encoded,) = template.encode(conversation)
+        if messages and num_tokens + len(encoded.tokens) >= seq_len:
+            yield Conversation(messages)
+            messages, num_tokens = (), 0
+        messages, num_tokens = messages + conversation.messages, num_tokens + len(encoded.tokens)
+
+
+def _find_missing(package: str) -> str | None:
+    """Return a message if a package is not installed."""
+    return None if find_spec(package) else f"{package} is not installed"
 
 
 def _describe_job(job: Job) -> dict[str, Any]:
@@ -286,15 +384,16 @@ def _plan(job: Job, found: dict[str, Any]) -> dict[str, Any]:
 
     config = parse_config(fctune_config(job, Path(job.rows_dir)), [])
     assert isinstance(config, RunConfig)
+    checkpointed, mlp_tiles = found["checkpointed"], found["mlp_tiles"]
     share = found["supervised"] / found["places"]
     model = shape_model(config, read_architecture(job.model_dir))
     # A run chooses its logits before it knows which share of its data is supervised.
     device_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     memory = MemoryModel(model, config, device_bytes)
-    logits = memory.choose_max_logits(1, 1, job.checkpointed, mlp_tiles=job.mlp_tiles)
+    logits = memory.choose_max_logits(1, 1, checkpointed, mlp_tiles=mlp_tiles)
     num_micro_batches = job.rows_a_step // job.micro_batch_size
-    shares = job.checkpointed, job.micro_batch_size, num_micro_batches
-    setting = Setting("none", 1, 1, *shares, logits, mlp_tiles=job.mlp_tiles)
+    shares = checkpointed, job.micro_batch_size, num_micro_batches
+    setting = Setting("none", 1, 1, *shares, logits, mlp_tiles=mlp_tiles)
     peak = MemoryModel(model, config, None, share).peak(setting)
     planned = (peak.footprint.total - peak.footprint.context - peak.footprint.fragmentation) / 2**30
     measured = found["peak_mib"] / 1024

@@ -45,8 +45,8 @@ class Job:
     adapter: bool = True
     base: str = "bf16"  # fctune only: storage of the frozen base
     config: str | None = None  # fctune only: a file of configs/ that decides all but model, rows and steps
-    checkpointed: float = 0.0  # share of the blocks; other tools support only 0 and 1
-    mlp_tiles: int = 1  # fctune only
+    checkpointed: float | None = 0.0  # share of the blocks; other tools support only 0 and 1; None: fctune chooses
+    mlp_tiles: int | None = 1  # fctune only; None: it chooses
     device: str = "cpu"
     has_weights: bool = True  # otherwise weights are drawn on the device
     attention: str | None = None  # TRL only: transformers' name of the kernel

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from benchmarks.job import Job
 from benchmarks.train_fctune import fctune_config
 from benchmarks.training import RESULTS, ROOT, describe_machine
+from benchmarks.workload import PUBLIC
 from fctune.base.distributed import World
 from fctune.base.gpus import find_gpu
 from fctune.config.loading import parse_config
@@ -293,25 +294,33 @@ def read_gpu_results() -> dict[str, Any]:
 
 
 def compare_speeds(results: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return planned and measured tokens per second, without padding, of fctune's training rows on an H100."""
+    """Return planned and measured tokens per second, without padding, of fctune's training rows on an H100.
+
+    Rows of other conversations than those whose attention is known are left out.
+    """
     gpu, speeds = find_gpu("h100"), {}
     for name, row in results.items():
-        run = row["tried"][0] if row.get("tokens_per_s") else None
-        if run is None or run["job"]["tool"] != "fctune" or "H100" not in row["device"]["gpu"]:
+        tried = [run for run in row["tried"] if "error" not in run] if row.get("tokens_per_s") else []
+        if not tried or "H100" not in row["device"]["gpu"]:
             continue
+        run = max(tried, key=lambda run: float(run["real_per_s"]))
         job = Job(**run["job"])
+        if job.tool != "fctune" or job.rows_dir not in PAIRS_PER_TOKEN:
+            continue
         raw = fctune_config(job, Path("runs"))
-        raw["model"], raw["data"]["sources"] = {"path": "hf:meta-llama/Llama-3.1-8B"}, [{"path": "hf:some/rows"}]
+        model_name = PUBLIC.get(job.model_dir, "meta-llama/Llama-3.1-8B")
+        raw["model"], raw["data"]["sources"] = {"path": f"hf:{model_name}"}, [{"path": "hf:some/rows"}]
         problems: list[str] = []
         config = parse_config(raw, problems)
         assert config is not None, problems
         share = run["supervised"] / run["places"]
         model = shape_model(config, find_architecture(config.model.path)[0])
         memory = MemoryModel(model, config, gpu.memory_bytes, share)
-        setting = memory.with_accumulation(Setting("none", 1, 1, job.checkpointed, config.micro_batch_packs))
-        logits = memory.choose_max_logits(1, 1, job.checkpointed)
+        checkpointed = run.get("checkpointed", job.checkpointed)
+        setting = memory.with_accumulation(Setting("none", 1, 1, checkpointed, config.micro_batch_packs))
+        logits = memory.choose_max_logits(1, 1, checkpointed)
         pairs = PAIRS_PER_TOKEN[job.rows_dir]
-        flops = count_flops(memory, job.checkpointed, share, pairs, logits, setting.micro_batch_size)
+        flops = count_flops(memory, checkpointed, share, pairs, logits, setting.micro_batch_size)
         time = estimate_step_time(memory, gpu, setting, flops, job.rows_a_step, 1)
         planned = job.rows_a_step * job.seq_len * (1 - run["padding_share"]) / time.total_s
         speeds[name] = planned, float(run["real_per_s"])

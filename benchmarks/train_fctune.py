@@ -63,6 +63,7 @@ def train(job: Job, recorder: Recorder) -> None:
     from fctune.runs.sinks import JsonlSink, SinkGroup
     from fctune.training.entry import choose_start, open_run
     from fctune.training.host_memory import reuse_freed_memory
+    from fctune.training.meter import count_flops
     from recipes.full_fc_distributed import FullFunctionCallingRecipe
     from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 
@@ -105,7 +106,9 @@ def train(job: Job, recorder: Recorder) -> None:
     layout, kernel = training.planned.layout, training.model.attention_kernel
     costs = training.checkpoint.costs
     recorder.extra |= {"layout": str(layout), "attention": kernel, "stall_s": costs.wait_s + costs.start_s}
-    recorder.extra |= {"num_saves": costs.num_saves}
+    recorder.extra |= {"num_saves": costs.num_saves, "checkpointed": layout.fraction, "mlp_tiles": layout.mlp_tiles}
+    flops = count_flops(training.model)
+    recorder.extra |= {"parameters": flops.num_parameters, "attention_flops": flops.dense_attention(1, job.seq_len)}
     if not world.is_main:  # the main rank's counts cover all ranks
         recorder.ends = [0.0] * job.steps
         recorder.counts, recorder.counts_at = [(0, 0, 0, 0)] * job.steps, list(range(1, job.steps + 1))

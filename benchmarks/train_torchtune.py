@@ -157,7 +157,7 @@ def torchtune_config(job: Job, out: Path) -> dict[str, Any]:
         "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
         "clip_grad_norm": CLIP,
         "compile": job.compile,
-        "enable_activation_checkpointing": job.checkpointed > 0,
+        "enable_activation_checkpointing": bool(job.checkpointed),
         "enable_activation_offloading": False,
         "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(out)},
         "log_every_n_steps": 1,

@@ -43,7 +43,7 @@ def train(job: Job, recorder: Recorder) -> None:
         packing=job.packed,
         assistant_only_loss=True,
         torch_compile=job.compile,
-        gradient_checkpointing=job.checkpointed > 0,
+        gradient_checkpointing=bool(job.checkpointed),
         use_liger_kernel=job.liger,
         bf16=job.dtype == "bf16",
         use_cpu=job.device == "cpu",

@@ -21,10 +21,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.deep_models import save_public_config
+from benchmarks.model_zoo import shrink
 from fctune.apps.demo.tokenizer import train_tokenizer
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation
 from fctune.data.synthetic import iter_conversations
+from fctune.models.sources import find_public_config
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "fctune" / "assets" / "tiny_base_template.jinja"
@@ -100,6 +103,14 @@ SHAPES = {
     ),
 }
 
+# Public models by the names of their directories; their shapes are in ``fctune/models/public_configs.json``.
+PUBLIC = {
+    "qwen3_8b": "Qwen/Qwen3-8B",
+    "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
+    "gpt_oss_20b": "openai/gpt-oss-20b",
+    "qwen3_5_9b": "Qwen/Qwen3.5-9B",
+}
+
 
 def write_model(folder: Path, shape: Shape, *, has_weights: bool, num_texts: int = 4_000) -> None:
     """Write a model directory: config, tokenizer in both forms and, if ``has_weights``, float32 weights from a seed."""
@@ -118,8 +129,7 @@ def write_model(folder: Path, shape: Shape, *, has_weights: bool, num_texts: int
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131_072,
         "tie_word_embeddings": False,
-        "bos_token_id": num_tokens - len(SPECIAL),
-        "eos_token_id": num_tokens - len(SPECIAL) + SPECIAL.index("<|eot_id|>"),
+        **_find_ids(num_tokens),
         "rope_parameters": {
             "rope_theta": 500_000.0,
             "rope_type": "llama3",
@@ -143,6 +153,34 @@ def write_model(folder: Path, shape: Shape, *, has_weights: bool, num_texts: int
             for name, (rows, columns) in shape.tensors().items()
         }
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_public_model(folder: Path, name: str, *, is_small: bool, num_texts: int = 4_000) -> None:
+    """Write a model directory with a public model's config and no weights.
+
+    Args:
+        folder: Directory to write.
+        name: Name on the hub, of a model in ``public_configs.json``.
+        is_small: Write few layers of each kind, in sizes of a tiny model.
+        num_texts: Synthetic texts that the tokenizer is trained on.
+
+    Raises:
+        KeyError: The model is not in ``public_configs.json``.
+    """
+    raw = find_public_config(name)
+    if raw is None:
+        raise KeyError(f"{name} is not in fctune/models/public_configs.json")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = raw.get("text_config", raw)
+    vocab = SHAPES["toy"].vocab if is_small else text["vocab_size"]
+    tokens = {"vocab_size": vocab, **_find_ids(_write_tokenizer(folder, vocab, num_texts))}
+    save_public_config(folder, raw, shrink(text, tokens) if is_small else {**text, **tokens})
+
+
+def _find_ids(num_tokens: int) -> dict[str, int]:
+    """Return the entries of config.json that name special tokens, which are the last of the tokenizer's."""
+    first = num_tokens - len(SPECIAL)
+    return {"bos_token_id": first, "eos_token_id": first + SPECIAL.index("<|eot_id|>")}
 
 
 def _write_other_family(folder: Path, config: dict[str, Any], has_weights: bool) -> None:
