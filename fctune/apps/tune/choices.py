@@ -319,7 +319,8 @@ def fit_config(draft: Draft, architecture: Architecture, model_dir: Path | None,
     gib = found.peak.footprint.total / 1024**3
     # Equal micro-batches, as compiled code wants them.
     setting = replace(found.setting, micro_batch_size=2 ** int(math.log2(found.setting.micro_batch_size)))
-    chosen = {"parallel.context": setting.context} | list_overrides(draft.parse(), setting)
+    shared = {"parallel.context": setting.context, "activation_checkpointing.mlp_tiles": setting.mlp_tiles}
+    chosen = shared | list_overrides(draft.parse(), setting)
     for key, value in chosen.items():
         if not (key == "parallel.mode" and machine.num_gpus <= 1):
             draft.choose(key, value, f"{what}: {gib:.1f} GiB of {machine.gpu.memory_bytes / 1024**3:.1f}")
