@@ -20,12 +20,13 @@ from typing import Any
 from fctune.base.errors import ConfigError, DataError
 from fctune.cli.files import write_file
 from fctune.cli.tables import format_gaps, format_rate, make_console, make_reasoning_table, make_table
+from fctune.config.intervals import format_count
 from fctune.tasks.benchmarks import Benchmark, find_benchmark_of_rows
 from fctune.tasks.evaluation.paired import Comparison, compare_rows
 from fctune.tasks.evaluation.published import is_published, read_published
 from fctune.tasks.evaluation.results import read_rows, read_settings
 from fctune.tasks.evaluation.summary import summarise_reasoning
-from fctune.tasks.judge import Row
+from fctune.tasks.judge import Row, is_measured
 from fctune.tasks.suite import Measured
 
 
@@ -58,6 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     for row in compared:
         table.add_row(*_to_cells(row), style="bold" if row.category == "all" else "")
     console.print(table)
+    if unmeasured := {row["id"] for row in (*before, *after) if not is_measured(row)}:
+        tasks = format_count(len(unmeasured), "task is", "tasks are")
+        console.print(f"{tasks} not compared, which failed in one of the two results", style="yellow", soft_wrap=True)
     if benchmark is not None:
         for line in _format_overall(benchmark, compared, _read_releases(arguments.before, arguments.after)):
             console.print(line, soft_wrap=True, highlight=False)

@@ -21,6 +21,7 @@ from fctune.base.terminal import escape_controls
 from fctune.cli.parser import Parser, add_template_args_argument, report_interrupt
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.loading import read_environment
+from fctune.config.sections.rollouts import ENVIRONMENT, find_source_problems, is_dialogue_source
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.config.yaml_text import parse_yaml
 from fctune.engines.model_files import check_model_paths
@@ -82,6 +83,8 @@ def find_suite(name: str) -> Path:
     Raises:
         ConfigError: There is no such suite.
     """
+    if is_dialogue_source(name):
+        raise ConfigError(f"--suite {name}: dialogues are asked by fctune eval only. Pass a suite or a file of cases.")
     built_in = {path.stem: path for path in (shipped_dir("eval") / "suites").glob("*.yaml")} | find_suite_files()
     path = built_in.get(name, Path(name))
     if not path.exists():
@@ -100,7 +103,30 @@ def _check_inputs(name: str, arguments: argparse.Namespace) -> None:
                 raise ConfigError(f"{model}: no such directory. Pass a model directory.")
         else:
             check_model_paths(model, getattr(arguments, "adapter", None))
-    find_suite(arguments.suite)
+    if name == "eval" and is_dialogue_source(arguments.suite):
+        _check_dialogue_options(arguments)
+    elif name == "eval" and arguments.dialogue is not None:
+        raise ConfigError("--dialogue: limits dialogues of environment:, mcp: or recorded: tasks only. Leave it out.")
+    else:
+        find_suite(arguments.suite)
+
+
+def _check_dialogue_options(arguments: argparse.Namespace) -> None:
+    """Check the source of dialogues, and that no option is given that they do not have."""
+    if problems := find_source_problems(arguments.suite, "--suite "):
+        raise ConfigError(f"{problems[0]}.")
+    donor = argparse.ArgumentParser(add_help=False)
+    add_benchmark_options(donor)
+    refused = {option for action in donor._actions for option in action.option_strings}
+    refused |= {option for benchmark in find_benchmarks().values() for option in benchmark.eval_only_options}
+    refused |= {"--categories", "--num-cases", "--propose"}
+    refused |= {"--limit"} if arguments.suite.startswith(ENVIRONMENT) else set()
+    defaults = argparse.ArgumentParser(add_help=False)
+    _add_eval_options(defaults)
+    for action in defaults._actions:
+        if refused.intersection(action.option_strings) and getattr(arguments, action.dest) != action.default:
+            hint = ", which names its number of tasks" if "--limit" in action.option_strings else ""
+            raise ConfigError(f"{action.option_strings[0]}: not for {arguments.suite}{hint}. Leave it out.")
 
 
 def _runner(name: str) -> Callable[[argparse.Namespace], int]:
@@ -127,11 +153,15 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
         "--suite",
         "--cases",
         dest="suite",
-        help=f"smoke, synthetic, {', '.join(find_benchmarks())}, or a file: YAML, or JSONL cases",
+        help=f"smoke, synthetic, {', '.join(find_benchmarks())}, a file (YAML, or JSONL cases), or held-out dialogues: "
+        "environment:NAMES:TASKS, mcp:FILE or recorded:ROWS",
     )
     suite.add_argument("--categories", type=_to_names, default=[], help="only these categories, comma-separated")
     suite.add_argument("--limit", type=int, metavar="N", help="only the first N cases of each category")
     suite.add_argument("--num-cases", type=int, metavar="N", help="number of cases of a synthetic suite")
+    suite.add_argument(
+        "--dialogue", type=_to_object, metavar="JSON", help='limits of dialogues, as grpo.dialogue: {"max_turns": 12}'
+    )
     suite.add_argument("--seed", type=int, help="seed of a synthetic suite's cases and of sampling")
     for benchmark in find_benchmarks().values():
         benchmark.add_eval_options(suite)
@@ -241,7 +271,8 @@ def _add_parser_accuracy_options(parser: argparse.ArgumentParser) -> None:
 
 def add_case_and_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``fctune eval`` that choose cases, the model or server, and generation."""
-    _copy_eval_options(parser, {"--out", "--fresh", "--html", "--propose", "--min-accuracy", "--strict-leaks"})
+    left_out = {"--out", "--fresh", "--html", "--propose", "--min-accuracy", "--strict-leaks", "--dialogue"}
+    _copy_eval_options(parser, left_out)
     parser.set_defaults(max_new_tokens=256)
 
 
@@ -272,7 +303,7 @@ def _copy_options(parser: argparse.ArgumentParser, donor: argparse.ArgumentParse
 
 def _add_eval_options_of_parser_accuracy(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``fctune eval`` that choose cases and generation, with a default suite."""
-    left_out = {"--model", "--config", "--html", "--propose", "--min-accuracy", "--strict-leaks"}
+    left_out = {"--model", "--config", "--html", "--propose", "--min-accuracy", "--strict-leaks", "--dialogue"}
     _copy_eval_options(parser, left_out)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each case's verdicts")
     parser.set_defaults(suite="smoke", min_accuracy=None)

@@ -10,6 +10,8 @@ strictly and as serving engines do, and compared with the expected calls: names 
 BFCL's multi-turn cases the calls are made on the benchmark's simulated classes, by name from an allow-list, until the
 model makes no more. Code that a model writes is never executed.
 
+Held-out dialogues are SUITEs too: environment:NAMES:TASKS, mcp:FILE and recorded:ROWS, which reinforcement trains on.
+
 Each case is written to --out as it finishes; re-run the same command to resume.
 """
 
@@ -17,7 +19,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +43,9 @@ from fctune.cli.tables import (
     print_not_run,
 )
 from fctune.config.intervals import format_count
-from fctune.config.loading import read_environment
+from fctune.config.loading import format_problems, read_environment
+from fctune.config.parsing import parse_dataclass
+from fctune.config.sections.rollouts import DialogueConfig, is_dialogue_source
 from fctune.engines.engine import Engine, Sampling
 from fctune.engines.http_client import RetryPolicy
 from fctune.engines.model_files import ModelFiles, is_server
@@ -49,13 +54,15 @@ from fctune.engines.opening import open_engine as open_named_engine
 from fctune.tasks.evaluation.held_out import find_leaks
 from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.evaluation.summary import summarise_run
-from fctune.tasks.judge import Row
+from fctune.tasks.judge import Row, is_measured
 from fctune.tasks.sampling.selection import write_proposals
 from fctune.tasks.suite import Suite
 from fctune.tasks.suite_files import benchmark_of, load_suite
+from fctune.tasks.task import Task
 
 if TYPE_CHECKING:
     from fctune.base.distributed import World
+    from fctune.tasks.rollouts import TaskSet
 
 _NUM_SHOWN = 5
 _MAX_NEW_TOKENS = 256
@@ -96,54 +103,167 @@ def _join_world() -> World | None:
 
 
 def _run(arguments: argparse.Namespace, world: World | None) -> int:
+    if is_dialogue_source(arguments.suite):
+        return _run_dialogues(arguments, world)
     suite = open_suite(arguments, has_multi_turn=True)
     if arguments.propose is not None and (name := benchmark_of(suite)) is not None:
         raise ConfigError(
             f"--propose: {suite.name} belongs to a benchmark ({name}), which training on its failures would make "
             "useless. Propose from a suite of your own."
         )
-    if _has_leaks(arguments, suite, world) and arguments.strict_leaks:
+    if _has_leaks(arguments, suite.all_cases, world) and arguments.strict_leaks:
         return 1
     rows, settings, results = ask(arguments, suite, world)
     if rows is None:
         return 0
     summary = {"model": arguments.model, "adapter": arguments.adapter, **summarise_run(suite, rows, settings)}
+    return _report(arguments, suite, rows, summary, results, f"tool-call accuracy of {arguments.model} on {suite.name}")
+
+
+def _report(
+    arguments: argparse.Namespace,
+    suite: Suite | None,
+    rows: list[Row],
+    summary: dict[str, Any],
+    results: ResultsFile,
+    title: str,
+) -> int:
+    """Write the summary and the other outputs, and print them; returns the exit code. Dialogues have no suite."""
     results.write_summary(summary)
     console = make_console()
-    title = f"tool-call accuracy of {arguments.model} on {suite.name}"
     console.print(make_score_table(title, summary))
     if summary["reasoning"]:
         console.print(make_reasoning_table("reasoning", summary["reasoning"]))
     print_defects(console, summary["defects"])
     print_figures(console, summary.get("figures"))
     print_leaderboard(console, summary)
-    print_not_run(console, suite.not_run)
+    print_not_run(console, summary["not_run"])
     console.print(f"results: {results.path}", soft_wrap=True)
     _write_exports(arguments, console, suite, rows, summary)
     _warn_of_unparsed_calls(console, rows, summary)
     return _judge_run(arguments, console, summary)
 
 
-def _has_leaks(arguments: argparse.Namespace, suite: Suite, world: World | None) -> bool:
+def _run_dialogues(arguments: argparse.Namespace, world: World | None) -> int:
+    """Evaluate the held-out side of tasks that reinforcement trains on."""
+    problems: list[str] = []
+    config: DialogueConfig | None = parse_dataclass(DialogueConfig, arguments.dialogue or {}, "", problems)
+    if config is None or problems:
+        raise ConfigError(format_problems("--dialogue", problems))
+    if config.replay is not None:
+        raise ConfigError("--dialogue: replay has no results for the calls of another model. Leave it out.")
+    if arguments.max_new_tokens is None:
+        arguments.max_new_tokens = _MAX_NEW_TOKENS
+    named, files = check_model(arguments, world)
+    # torch is imported below; paths and names are checked by now.
+    from fctune.tasks.episode import EpisodeLimits
+    from fctune.tasks.evaluation.dialogues import (
+        describe_dialogues,
+        name_dialogues,
+        run_dialogues,
+        summarise_dialogues,
+    )
+
+    name, console = name_dialogues(arguments.suite), make_console()
+    rank, world_size = (world.rank, world.world_size) if world else (0, 1)
+    results = ResultsFile(arguments.out or default_out(arguments, f"{name}.jsonl"), rank, world_size)
+    tasks = _open_dialogues(arguments, config, console, world)
+    try:
+        opened = _limit_tasks([tasks.open(task_id) for task_id in tasks.ids], arguments.limit)
+        known = [task for task in opened if task.questions]  # an environment's are held out by their names
+        if known and _has_leaks(arguments, known, world) and arguments.strict_leaks:
+            return 1
+        ids = [task.id for task in opened]
+        engine, call_format = open_engine(arguments, files, named, world)
+        settings = describe_dialogues(name, tasks, len(ids), engine, call_format, arguments.max_new_tokens, config)
+        show = console.is_terminal and rank == 0
+        with Progress(console=console, transient=True) if show else nullcontext() as progress:
+            shown = progress.add_task(format_count(len(ids), "dialogue")) if progress else TaskID(0)
+            rows = run_dialogues(
+                tasks,
+                ids,
+                engine,
+                call_format,
+                EpisodeLimits(arguments.max_new_tokens, config.max_turns),
+                results,
+                settings,
+                num_at_once=4 * arguments.concurrency if is_server(arguments.model) else arguments.batch_size,
+                is_fresh=arguments.fresh,
+                world=world,
+                on_row=lambda row, done, total: (
+                    progress.update(shown, completed=done, total=total) if progress else None
+                ),
+            )
+    finally:
+        tasks.close()
+    if rows is None:
+        return 0
+    summary = {"model": arguments.model, "adapter": arguments.adapter, **summarise_dialogues(name, rows, settings)}
+    measured = [row for row in rows if is_measured(row)]
+    return _report(arguments, None, measured, summary, results, f"tasks of {name} that {arguments.model} solves")
+
+
+def _open_dialogues(
+    arguments: argparse.Namespace, config: DialogueConfig, console: Console, world: World | None
+) -> TaskSet:
+    """Open the held-out tasks on every rank."""
+    from fctune.tasks.episode import EpisodeLimits
+    from fctune.tasks.rollouts import RolloutSettings
+    from fctune.tasks.sampling.task_sets import open_dialogue_tasks
+
+    def log(line: str) -> None:
+        if world is None or world.is_main:
+            console.print(line, style="yellow", soft_wrap=True, markup=False, highlight=False)
+
+    def open_here() -> TaskSet:
+        settings = RolloutSettings(None, EpisodeLimits(arguments.max_new_tokens))
+        tasks = open_dialogue_tasks(arguments.suite, config, settings, split="test", log=log)
+        if world is not None and tasks.is_exclusive:
+            tasks.close()
+            raise ConfigError(
+                f"--suite {arguments.suite}: dialogues reset one server, which {world.world_size} processes would "
+                "share. Use one process."
+            )
+        return tasks
+
+    if world is None:
+        return open_here()
+    from fctune.base.distributed import run_on_all_ranks
+
+    return run_on_all_ranks(open_here)
+
+
+def _limit_tasks(tasks: Sequence[Task], limit: int | None) -> list[Task]:
+    """Return the first tasks of each category."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for task in tasks:
+        seen[task.category] += 1
+        if limit is None or seen[task.category] <= limit:
+            kept.append(task)
+    return kept
+
+
+def _has_leaks(arguments: argparse.Namespace, cases: Sequence[Task], world: World | None) -> bool:
     """Report cases that are in the run's training data; True if there are any, or if that cannot be known.
 
     Only one process reads the training data; every one gets the answer.
     """
     if world is None:
-        return _report_leaks(arguments, suite)
+        return _report_leaks(arguments, cases)
     from fctune.base.distributed import run_on_rank_0
 
-    return run_on_rank_0(lambda: _report_leaks(arguments, suite))
+    return run_on_rank_0(lambda: _report_leaks(arguments, cases))
 
 
-def _report_leaks(arguments: argparse.Namespace, suite: Suite) -> bool:
-    if is_server(arguments.model) or (leaks := find_leaks(suite.all_cases, arguments.model, arguments.adapter)) is None:
+def _report_leaks(arguments: argparse.Namespace, cases: Sequence[Task]) -> bool:
+    if is_server(arguments.model) or (leaks := find_leaks(cases, arguments.model, arguments.adapter)) is None:
         return False
     lines = [f"{path}: cannot be compared with the cases ({reason})" for path, reason in leaks.unread.items()]
     if num_leaked := len(leaks.case_ids):
         more = ", ..." if num_leaked > _NUM_SHOWN else ""
         lines.append(
-            f"{num_leaked:,} of {format_count(len(suite.all_cases), 'case')} are in the training data of {leaks.run}: "
+            f"{num_leaked:,} of {format_count(len(cases), 'case')} are in the training data of {leaks.run}: "
             f"{', '.join(leaks.case_ids[:_NUM_SHOWN])}{more}. Their accuracy says nothing about new questions."
         )
     console = make_console()
@@ -259,14 +379,14 @@ def default_out(arguments: argparse.Namespace, file: str, kind: str = "eval") ->
 
 
 def _write_exports(
-    arguments: argparse.Namespace, console: Console, suite: Suite, rows: list[Row], summary: dict[str, Any]
+    arguments: argparse.Namespace, console: Console, suite: Suite | None, rows: list[Row], summary: dict[str, Any]
 ) -> None:
     if arguments.html is not None:
         from fctune.apps.report.eval_page import write_eval_html
 
         _write("--html", arguments.html, lambda path: write_eval_html(summary, rows, path))
         console.print(f"page: {arguments.html}", soft_wrap=True)
-    if arguments.propose is not None:
+    if arguments.propose is not None and suite is not None:
         count = _write("--propose", arguments.propose, lambda path: write_proposals(suite, rows, path))
         console.print(f"{format_count(count, 'draft row')} to review: {arguments.propose}", soft_wrap=True)
 
@@ -313,6 +433,11 @@ def _judge_run(arguments: argparse.Namespace, console: Console, summary: dict[st
         message = f"{num_unanswered:,} of {summary['num_cases']:,} cases have no answer and count as wrong{hint}"
         console.print(message, style="bold red", soft_wrap=True)
         code = 1 if is_server(arguments.model) else 0
+    if num_failed := summary.get("num_not_measured"):
+        tasks = format_count(num_failed, "task was", "tasks were")
+        message = f"{tasks} not measured; re-run the same command to ask them again"
+        console.print(message, style="bold red", soft_wrap=True)
+        code = 1
     if arguments.min_accuracy is not None:
         accuracy = summary["scores"]["all"]["rates"]["accuracy"]["rate"]
         if accuracy < arguments.min_accuracy:

@@ -127,10 +127,10 @@ def print_defects(console: Console, by_category: Mapping[str, Mapping[str, Any]]
 
 
 def print_figures(console: Console, figures: Mapping[str, Any] | None) -> None:
-    """Print a benchmark's further figures; see ``fctune.tasks.suite.Measure``."""
+    """Print further figures; see ``fctune.tasks.suite.Measure``."""
     if figures is None:
         return
-    table = make_table("figures of the benchmark", "figure", "value", "95 % interval", "n")
+    table = make_table("further figures", "figure", "value", "95 % interval", "n")
     for name, found in figures.get("rates", {}).items():
         if found["n"]:
             table.add_row(
@@ -149,7 +149,7 @@ def print_figures(console: Console, figures: Mapping[str, Any] | None) -> None:
             table.add_row(name, *(f"{row[column]:,}" for column in columns))
         console.print(table)
     for note in figures.get("notes", ()):
-        console.print(note, soft_wrap=True, highlight=False)
+        console.print(note, soft_wrap=True, highlight=False, markup=False)
 
 
 def print_not_run(console: Console, not_run: Mapping[str, str]) -> None:

@@ -104,6 +104,7 @@ class Episode:
         is_cut: The limit of tokens ended an episode that is kept as token ids.
         is_over: Nothing more is asked.
         error: Why there is no verdict; None if there is one.
+        is_task_fault: The task failed, and not the model or its server.
         stopped: Why the task ended the episode early; None if it did not.
         is_unanswered: It was stopped because the model could not answer.
         rejected: Kinds of unusable answers that a server sent.
@@ -120,6 +121,7 @@ class Episode:
     is_cut: bool = False
     is_over: bool = False
     error: str | None = None
+    is_task_fault: bool = False
     stopped: str | None = None
     is_unanswered: bool = False
     rejected: tuple[str, ...] = ()
@@ -150,9 +152,16 @@ class Episode:
         self.messages = self._state.prompt.messages
         self._num_calls = sum(len(message.calls) for message in self.messages)
 
-    def fail(self, reason: str) -> None:
+    @property
+    def final_text(self) -> str:
+        """Text of the last answer without its calls; empty if it was cut off, or if the episode ended without one."""
+        if self.is_cut or self.is_unanswered or not self.steps or self.steps[-1].answer.is_cut:
+            return ""
+        return self.steps[-1].parsed.prose
+
+    def fail(self, reason: str, is_task_fault: bool = False) -> None:
         """End the episode without anything that could be judged."""
-        self.error, self.is_over = reason, True
+        self.error, self.is_task_fault, self.is_over = reason, is_task_fault, True
 
     def stop(self, stopped: EpisodeStopped) -> None:
         """End the episode early; it is judged."""
@@ -264,7 +273,8 @@ class EpisodeRunner:
                     episode = active[answer.index]
                     self._take(episode, answer)
                     is_first &= answer.error is not None
-                    num_lost_in_a_row = 0 if episode.error is None else num_lost_in_a_row + 1
+                    is_lost = episode.error is not None and not episode.is_task_fault
+                    num_lost_in_a_row = num_lost_in_a_row + 1 if is_lost else 0
                     if episode.is_over:
                         yield from _closed_after(episode)
                 active = [episode for episode in active if not episode.is_over]
@@ -287,7 +297,7 @@ class EpisodeRunner:
             if episode.tokens is None:
                 episode.tokens = EpisodeTokens(tuple(self._template.encode_prompt(episode.state.prompt)))
         except (TaskError, DataError) as error:
-            episode.fail(str(error))
+            episode.fail(str(error), isinstance(error, TaskError))
             return
         num_tokens, most = len(episode.tokens.prompt_ids), self._limits.max_tokens
         if num_tokens >= most:
@@ -345,7 +355,7 @@ class EpisodeRunner:
             episode.add_messages(step, stopped.following)
             episode.stop(stopped)
         except (TaskError, DataError) as error:
-            episode.fail(f"turn {len(episode.steps)}: {error}")
+            episode.fail(f"turn {len(episode.steps)}: {error}", isinstance(error, TaskError))
 
     def _take_error(self, episode: Episode, answer: Answer) -> None:
         assert answer.error is not None

@@ -13,7 +13,7 @@ from typing import Any
 from fctune.calls.formats.base import CallFormat, Malformed, Parsed
 from fctune.calls.judge import Judgement, judge_error
 from fctune.calls.tool_calls import Reading
-from fctune.data.conversation import Call
+from fctune.data.conversation import Call, Tool
 from fctune.engines.engine import Answer, ChoiceScore
 from fctune.tasks.answer_defects import find_defects
 from fctune.tasks.benchmarks import find_verdict
@@ -21,6 +21,9 @@ from fctune.tasks.episode import Episode
 from fctune.tasks.task import AnswerCase, AnyCase, Case, MultiTurnCase, MultiTurnState, Step
 
 Row = dict[str, Any]
+
+NOT_MEASURED = "not_measured"
+"""Verdict of a dialogue whose task failed."""
 
 
 def judge_reading(case: Case, reading: Reading) -> tuple[Judgement, Judgement]:
@@ -106,7 +109,6 @@ class JudgedEpisode:
         """
         case, episode = self.case, self.episode
         steps = episode.steps
-        seconds = [step.answer.seconds for step in steps if step.answer.seconds is not None]
         strict, is_single = self.strict, isinstance(case, Case)
         due: Sequence[Call]
         if isinstance(case, Case):
@@ -122,10 +124,7 @@ class JudgedEpisode:
             "differences": list(differences),
             "answer": self.answer.text,
             **(_to_reasoning_fields(self.answer) if is_single else {}),
-            "is_cut": any(step.answer.is_cut for step in steps),
-            "defects": find_defects(steps, episode.state.tools),
-            "seconds": round(sum(seconds), 4) if seconds else None,
-            **to_plain(*(step.reading.strict for step in steps)),
+            **to_step_fields(steps, episode.state.tools),
             "lenient": {
                 "verdict": self.lenient.outcome.verdict,
                 **to_plain(*(step.reading.lenient for step in steps)),
@@ -140,7 +139,7 @@ class JudgedEpisode:
             if isinstance(case, AnswerCase):
                 row |= _to_answer_fields(self.answer)
         else:
-            row["turns"] = [[_to_step_row(step) for step in turn] for turn in _judged_turns(episode)]
+            row["turns"] = [[to_step_row(step) for step in turn] for turn in _judged_turns(episode)]
             if episode.stopped is not None:
                 row |= {"stopped": episode.stopped, "is_unanswered": episode.is_unanswered}
         if episode.error is not None:
@@ -207,6 +206,11 @@ def is_valid(row: Mapping[str, Any]) -> bool:
     return bool(row["verdict"] == "correct" if found is None else found[1]["valid"])
 
 
+def is_measured(row: Mapping[str, Any]) -> bool:
+    """Return True unless the task failed, through no fault of the model, so that its row says nothing about it."""
+    return bool(row["verdict"] != NOT_MEASURED)
+
+
 def to_plain(*parsed: Parsed) -> Row:
     """Return the calls and malformed stretches of one or several readings as JSON values."""
     calls: list[Row] = []
@@ -237,13 +241,25 @@ def _read_plain(row: Row) -> Reading:
     return Reading(strict, strict if lenient == strict else lenient)
 
 
+def to_step_fields(steps: Sequence[Step], tools: Sequence[Tool]) -> Row:
+    """Return the fields of a row that summarize all answers of an episode: cut off, defects, duration and calls."""
+    seconds = [step.answer.seconds for step in steps if step.answer.seconds is not None]
+    return {
+        "is_cut": any(step.answer.is_cut for step in steps),
+        "defects": find_defects(steps, tools),
+        "seconds": round(sum(seconds), 4) if seconds else None,
+        **to_plain(*(step.reading.strict for step in steps)),
+    }
+
+
 def _judged_turns(episode: Episode) -> list[list[Step]]:
     """Return the steps of each turn, without one that the model could not finish."""
     assert isinstance(episode.state, MultiTurnState)
     return episode.state.turns[: -1 if episode.is_unanswered else None]
 
 
-def _to_step_row(step: Step) -> Row:
+def to_step_row(step: Step) -> Row:
+    """Return one step of a conversation as plain values: the answer, both readings and the results of its calls."""
     return {
         "answer": step.answer.text,
         **_to_reasoning_fields(step.answer),

@@ -18,7 +18,7 @@ from fctune.data.sources.reader import parse_source
 from fctune.data.tool_schema import ToolSet
 from fctune.tasks.episode import Episode
 from fctune.tasks.rollouts import RolloutSettings, TaskSet
-from fctune.tasks.task import Step, Task, TaskState
+from fctune.tasks.task import DialogueState, Step, Task, TaskState
 
 RECORDED_PARTS: dict[str, str] = {
     "solved": "1 if every turn makes the calls of the row",
@@ -90,15 +90,23 @@ class RecordedTask(Task):
     def __init__(self, row: Conversation):
         self.id, self.row = row.digest(), row
 
+    @property
+    def questions(self) -> Sequence[Message]:
+        """All messages of the row."""
+        return self.row.messages
+
+    @property
+    def solution(self) -> Sequence[Call]:
+        """The row's calls, from the first turn that the policy generates."""
+        return [call for message in self.row.messages[_find_start(self.row) :] for call in message.calls]
+
     def start(self) -> TaskState:
         """Return a state that follows the row."""
         return _RecordedState(self.row)
 
 
-class _RecordedState(TaskState):
+class _RecordedState(DialogueState):
     """A row, up to the first turn in which the policy deviates from it."""
-
-    is_dialogue = True
 
     def __init__(self, row: Conversation):
         start = _find_start(row)

@@ -113,13 +113,14 @@ class RolloutSettings:
     """How tasks are asked and rewarded.
 
     Attributes:
-        template: Chat template and tokenizer of the policy, which writes calls in the template's format.
+        template: Chat template and tokenizer of the policy, which writes calls in the template's format. None: episodes
+            are not kept as token ids, so the tasks can be evaluated and not played.
         limits: Where episodes end.
         weights: Weight of each part of the reward; None: the default of the tasks.
         section: Config section of the settings, for messages.
     """
 
-    template: ChatTemplate
+    template: ChatTemplate | None
     limits: EpisodeLimits
     weights: Mapping[str, float] | None = None
     section: str = "grpo"
@@ -147,7 +148,7 @@ class TaskSet(ABC):
         weights = self.default_weights if settings.weights is None else settings.weights
         check_reward(weights, f"{settings.section}.reward", {**self.parts, **CONTROL}, self.reward_name)
         self._template, self._limits, self._weights = settings.template, settings.limits, dict(weights)
-        self._call_format = find_call_format(settings.template)
+        self._call_format = None if settings.template is None else find_call_format(settings.template)
         self._failing: Counter[str] = Counter()  # failures of each task since the last rollout
 
     @property
@@ -183,10 +184,11 @@ class TaskSet(ABC):
         Raises:
             ConfigError: Many tasks in a row failed.
         """
+        assert self._template is not None, "tasks without a chat template are not played"
         runner = EpisodeRunner(engine, self._call_format, self._limits, template=self._template, acts_on="strict")
         for episode in runner.run(map(self.begin, requests), self.num_at_once, gives_up=False):
             rollout = self._reward(episode)
-            self._check_failing(rollout)
+            self.note_end(rollout.case_id, rollout.error)
             yield rollout
 
     def check(self) -> None:  # noqa: B027 most tasks are checked as they are made
@@ -199,6 +201,22 @@ class TaskSet(ABC):
     def has_failed(self) -> bool:
         """Return True if so many tasks in a row failed that more will not help."""
         return self.max_failing is not None and len(self._failing) >= self.max_failing
+
+    def note_end(self, task_id: str, error: str | None) -> None:
+        """Count a task that failed, with its ``error``, or start anew after one that did not.
+
+        Raises:
+            ConfigError: Many tasks in a row failed.
+        """
+        if error is None:
+            self._failing.clear()
+        else:
+            self._failing[task_id] += 1
+        if self.has_failed():
+            raise ConfigError(
+                f"all dialogues of {len(self._failing)} tasks in a row failed, the last one, {task_id}, with: "
+                f"{error.rstrip('.') if error else ''}. Fix the cause and run the same command again to resume."
+            )
 
     def close(self) -> None:  # noqa: B027 most tasks hold nothing
         """Release what the tasks hold."""
@@ -235,17 +253,6 @@ class TaskSet(ABC):
             rejected=episode.rejected,
         )
 
-    def _check_failing(self, rollout: Rollout) -> None:
-        if rollout.error is None:
-            self._failing.clear()
-        else:
-            self._failing[rollout.case_id] += 1
-        if self.has_failed():
-            raise ConfigError(
-                f"all dialogues of {len(self._failing)} tasks in a row failed, the last one, {rollout.case_id}, with: "
-                f"{rollout.error}. Fix the cause and run the same command again to resume."
-            )
-
 
 class CaseTasks(TaskSet):
     """The single-turn cases of a suite: one answer each, rewarded by the verdict on its calls.
@@ -263,6 +270,8 @@ class CaseTasks(TaskSet):
     def __init__(self, suite: Suite, settings: RolloutSettings):
         super().__init__(settings)
         template, where = settings.template, settings.section
+        assert template is not None, "cases are encoded with a chat template"
+        assert self._call_format is not None
         max_new_tokens, max_tokens = settings.limits.max_new_tokens, settings.limits.max_tokens
         if not suite.cases:
             raise DataError(

@@ -132,6 +132,24 @@ class TaskState:
         """Release what the episode holds."""
 
 
+class DialogueState(TaskState):
+    """The other side of an episode of any number of answers."""
+
+    is_dialogue = True
+
+    @property
+    def position(self) -> str:
+        """Where the next answer is due, for messages; empty if they need not say it."""
+        return ""
+
+    def describe_error(self, error: str) -> str:
+        """Return the error with its position; a prompt that outgrows the model's context stops the episode."""
+        error = " ".join(error.split())[:400]
+        if _OVERLONG.search(error):
+            raise EpisodeStopped(f"{self.position}outgrew the model's context ({error})", is_unanswered=True)
+        return f"{self.position}{error}"
+
+
 class Task(ABC):
     """Something that a model is asked to do.
 
@@ -144,6 +162,16 @@ class Task(ABC):
     id: str
     category: str
     sample: int = 0
+
+    @property
+    def questions(self) -> Sequence[Message]:
+        """All messages that are given; none if they are not known before the task is started."""
+        return ()
+
+    @property
+    def solution(self) -> Sequence[Call]:
+        """Calls that solve the task, if it names any."""
+        return ()
 
     @abstractmethod
     def start(self) -> TaskState:
@@ -306,14 +334,12 @@ class MultiTurnCase(Task):
 AnyCase = Case | MultiTurnCase
 
 
-class MultiTurnState(TaskState):
+class MultiTurnState(DialogueState):
     """The user's turns of a case and its simulated tools; a turn ends with an answer that makes no call.
 
     Attributes:
         turns: The steps of each turn that has begun.
     """
-
-    is_dialogue = True
 
     def __init__(self, case: MultiTurnCase):
         super().__init__(Conversation(case.turns[0].messages, case.turns[0].tools, case.id))
@@ -347,9 +373,7 @@ class MultiTurnState(TaskState):
             raise EpisodeStopped(f"{position}: still calling after {self._case.max_steps} steps", following)
         return following
 
-    def describe_error(self, error: str) -> str:
-        """Return the error with its turn and step; a prompt that outgrows the model's context stops the episode."""
-        position, error = f"turn {len(self.turns)}, step {len(self.turns[-1]) + 1}", " ".join(error.split())[:400]
-        if _OVERLONG.search(error):
-            raise EpisodeStopped(f"{position}: outgrew the model's context ({error})", is_unanswered=True)
-        return f"{position}: {error}"
+    @property
+    def position(self) -> str:
+        """Turn and step of the next answer."""
+        return f"turn {len(self.turns)}, step {len(self.turns[-1]) + 1}: "

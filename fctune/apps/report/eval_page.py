@@ -157,7 +157,7 @@ def _add_figures(page: Page, summary: Mapping[str, Any]) -> None:
         columns = list(next(iter(counts.values())))
         heads = ["", *(Num(column.replace("_", " ")) for column in columns)]
         parts.append(Table(heads, [[name, *(row[column] for column in columns)] for name, row in counts.items()]))
-    page.add_section("Figures of the benchmark", *parts, lead=" ".join(figures.get("notes", ())))
+    page.add_section("Further figures", *parts, lead=" ".join(figures.get("notes", ())))
 
 
 def _add_defects(page: Page, summary: Mapping[str, Any]) -> None:

@@ -133,7 +133,7 @@ class GRPOConfig:
             )
         self._check_shares(join_key(where, "category_shares"), problems)
         if is_dialogue_source(self.cases):
-            for problem in find_source_problems(self.cases, where):
+            for problem in find_source_problems(self.cases, f"{join_key(where, 'cases')}="):
                 problems.add(("cases",), problem)
             replay, key = self.dialogue.replay, join_key(where, "dialogue.replay")
             if replay is not None and not self.cases.startswith(MCP):

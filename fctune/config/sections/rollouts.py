@@ -66,15 +66,14 @@ def parse_environments(cases: str) -> tuple[list[str], int] | None:
     return None if found is None else (found["names"].split(","), int(found["num_tasks"]))
 
 
-def find_source_problems(cases: str, where: str) -> list[str]:
-    """Return what is wrong with the source of dialogues."""
-    key = join_key(where, "cases")
+def find_source_problems(cases: str, key: str) -> list[str]:
+    """Return what is wrong with the source of dialogues; ``key`` names the config key or option, with its ``=``."""
     if cases.startswith(ENVIRONMENT) and parse_environments(cases) is None:
-        return [f"{key}={cases}: expected environment:NAMES:TASKS, such as environment:files,shop:1000"]
+        return [f"{key}{cases}: expected environment:NAMES:TASKS, such as environment:files,shop:1000"]
     path = cases.removeprefix(RECORDED)
     if cases.startswith(RECORDED) and "://" not in path and not path.startswith("hf:") and not os.path.isfile(path):
-        return [f"{key}={cases}: {path} does not exist; name a file of rows with calls and their results"]
+        return [f"{key}{cases}: {path} does not exist; name a file of rows with calls and their results"]
     path = cases.removeprefix(MCP)
     if cases.startswith(MCP) and not os.path.isfile(path):
-        return [f"{key}={cases}: {path} does not exist; name a file of tasks with an MCP server"]
+        return [f"{key}{cases}: {path} does not exist; name a file of tasks with an MCP server"]
     return []

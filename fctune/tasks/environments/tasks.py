@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from fctune.base.errors import ConfigError
-from fctune.data.conversation import Conversation, Message
+from fctune.data.conversation import Call, Conversation, Message
 from fctune.tasks.environments.base import CheckedTask, Split
 from fctune.tasks.environments.host import EnvironmentDefect, EnvironmentHost
 from fctune.tasks.episode import Episode
 from fctune.tasks.rollouts import RolloutSettings, TaskSet
-from fctune.tasks.task import Step, Task, TaskError, TaskState, to_results
+from fctune.tasks.task import DialogueState, Step, Task, TaskError, TaskState, to_results
 
 ENVIRONMENT_PARTS: dict[str, str] = {
     "solved": "1 if the final state is the goal and the answer has the facts that were asked for",
@@ -84,7 +84,7 @@ class EnvironmentTasks(TaskSet):
     def score(self, episode: Episode) -> Mapping[str, float]:
         """Compare the state with the goal."""
         assert isinstance(episode.state, _EnvironmentState)
-        return episode.state.score("" if episode.is_cut else episode.steps[-1].parsed.prose)
+        return episode.state.score(episode.final_text)
 
     def close(self) -> None:
         """End the environments' processes."""
@@ -100,6 +100,11 @@ class EnvironmentTask(Task):
         self.category = ""
         self._host, self._seed, self._split = host, seed, split
         self._made: CheckedTask | None = None
+
+    @property
+    def solution(self) -> Sequence[Call]:
+        """Calls of the task's own solution; none before it is made."""
+        return () if self._made is None else [Call(name, arguments) for name, arguments in self._made.spec.calls]
 
     def make(self) -> CheckedTask:
         """Return the checked task.
@@ -120,10 +125,8 @@ class EnvironmentTask(Task):
             raise TaskError(str(error)) from None
 
 
-class _EnvironmentState(TaskState):
+class _EnvironmentState(DialogueState):
     """One episode of a task."""
-
-    is_dialogue = True
 
     def __init__(self, host: EnvironmentHost, task: CheckedTask):
         spec = task.spec
@@ -138,6 +141,7 @@ class _EnvironmentState(TaskState):
             results = [self._run.call(call).text for call in step.calls]
         except EnvironmentDefect as error:
             raise TaskError(str(error)) from None
+        step.results = tuple(results)
         return to_results(step.calls, results)
 
     def score(self, text: str) -> Mapping[str, float]:

@@ -14,7 +14,7 @@ from fctune.runs.record import RunRecord, find_files_of_run
 from fctune.tasks.benchmarks import find_benchmark_of_rows
 from fctune.tasks.evaluation.paired import Comparison, compare_rows
 from fctune.tasks.evaluation.results import read_rows, read_settings
-from fctune.tasks.judge import Row, is_valid
+from fctune.tasks.judge import Row, is_measured, is_valid
 
 _EVALUATIONS = ("*.summary.json", "eval/*.summary.json", "eval/*/*.summary.json")
 
@@ -43,10 +43,11 @@ class Accuracy:
 
     def rates(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the strict accuracy of each category after training, with its interval; the total comes last."""
-        categories = sorted({row["category"] for row in self.after.rows} - {"all"})
+        rows = [row for row in self.after.rows if is_measured(row)]
+        categories = sorted({row["category"] for row in rows} - {"all"})
         found = []
         for name in [*categories, *(["all"] if self.has_total or not categories else [])]:
-            valid = [is_valid(row) for row in self.after.rows if name in ("all", row["category"])]
+            valid = [is_valid(row) for row in rows if name in ("all", row["category"])]
             found.append((name, rate(sum(valid), len(valid))))
         return found
 

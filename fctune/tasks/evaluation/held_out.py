@@ -27,7 +27,7 @@ from fctune.data.sources.row_builder import ParsedRow
 from fctune.runs.directory import RunFiles
 from fctune.runs.tune_directory import find_run_dir
 from fctune.tasks.suite_files import load_suite
-from fctune.tasks.task import AnyCase, Case
+from fctune.tasks.task import AnyCase, Case, Task
 
 HELD_OUT_FILE = "held_out.jsonl"  # held-out cases in a run's directory; their ids are the digests of the rows
 
@@ -49,7 +49,7 @@ class Leaks(NamedTuple):
     unread: dict[str, str]
 
 
-def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path | None = None) -> Leaks | None:
+def find_leaks(cases: Sequence[Task], model: str | Path, adapter: str | Path | None = None) -> Leaks | None:
     """Look for cases in the training data of the run that a model or adapter is from; None if there is no run.
 
     A case is found if a training row, a pair's prompt or a case of reinforcement opens with the same turns of the user,
@@ -65,7 +65,7 @@ def find_leaks(cases: Sequence[AnyCase], model: str | Path, adapter: str | Path 
 
 
 def _find_cases(
-    cases: Sequence[AnyCase], sources: Iterable[_Source], held_out: frozenset[str]
+    cases: Sequence[Task], sources: Iterable[_Source], held_out: frozenset[str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the ids of the cases that sources ask, without their rows of ``held_out``, and the unreadable sources."""
     found: set[str] = set()
@@ -83,7 +83,7 @@ def _find_cases(
 class QuestionSearch:
     """Finds cases in training rows: those that open with the same turns of the user, white space aside."""
 
-    def __init__(self, cases: Sequence[AnyCase]):
+    def __init__(self, cases: Sequence[Task]):
         self._ids: dict[tuple[str, ...], list[str]] = {}
         for case in cases:
             if key := read_questions(case.questions):

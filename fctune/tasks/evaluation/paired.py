@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fctune.base.errors import DataError
 from fctune.config.intervals import format_count
-from fctune.tasks.judge import Row, is_valid
+from fctune.tasks.judge import Row, is_measured, is_valid
 
 _Z = NormalDist().inv_cdf(0.975)  # of the intervals, which are of 95 %
 
@@ -62,7 +62,7 @@ def compare_outcomes(category: str, outcomes: Iterable[PairedOutcome]) -> Compar
 def compare_rows(
     before: Sequence[Row], after: Sequence[Row], has_total: bool = True, lenient: bool = False
 ) -> list[Comparison]:
-    """Compare each category, and ``all`` of them at the end.
+    """Compare each category, and ``all`` of them at the end; tasks that failed in one of the results are left out.
 
     Args:
         before: Rows of results.
@@ -71,7 +71,7 @@ def compare_rows(
         lenient: Compare the lenient reading.
 
     Raises:
-        DataError: The rows are of different cases.
+        DataError: The rows are of different cases, or none was measured in both.
     """
     first, second = {row["id"]: row for row in before}, {row["id"]: row for row in after}
     if unpaired := first.keys() ^ second.keys():
@@ -84,7 +84,10 @@ def compare_rows(
             raise DataError(
                 f"case {i!r} expects different calls in the two results. Evaluate both models on the same cases."
             )
-    categories = sorted({row["category"] for row in before} - {"all"})
+    first = {i: row for i, row in first.items() if is_measured(row) and is_measured(second[i])}
+    if not first:
+        raise DataError("no case was measured in both results. Evaluate both models again.")
+    categories = sorted({row["category"] for row in first.values()} - {"all"})
     names = [*categories, "all"] if has_total or not categories else categories
     return [_compare(name, first, second, lenient) for name in names]
 

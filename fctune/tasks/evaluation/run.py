@@ -97,7 +97,7 @@ def run_suite(
         Interrupted: Ctrl-C; the message says how many answers are kept.
     """
     described = {**describe_run(suite, engine, call_format, max_new_tokens), **(settings or {})}
-    finished = _start_results(results, described, is_fresh, world)
+    finished = start_results(results, described, is_fresh, world)
     share = _take_share([case for case in suite.cases if case.id not in finished], world)
     rounds = [share] if is_enough is None else _split_by_sample(share)
     dialogues = _take_share([case for case in suite.multi_turn if case.id not in finished], world)
@@ -118,7 +118,7 @@ def run_suite(
         finally:
             results.close()
 
-    with _release_on_error(results, len(suite.all_cases)):
+    with release_on_error(results, len(suite.all_cases)):
         if world is None:
             ask()
         else:
@@ -128,7 +128,7 @@ def run_suite(
     return results.finish([case.id for case in suite.all_cases])
 
 
-def _start_results(results: ResultsFile, described: Mapping[str, Any], is_fresh: bool, world: World | None) -> set[str]:
+def start_results(results: ResultsFile, described: Mapping[str, Any], is_fresh: bool, world: World | None) -> set[str]:
     """Open the results on the main process; returns the ids of the cases that are finished, on every process."""
 
     def start() -> list[str]:
@@ -138,7 +138,7 @@ def _start_results(results: ResultsFile, described: Mapping[str, Any], is_fresh:
 
 
 @contextmanager
-def _release_on_error(results: ResultsFile, num_cases: int) -> Iterator[None]:
+def release_on_error(results: ResultsFile, num_cases: int) -> Iterator[None]:
     """Release the results if the block fails; Ctrl-C becomes an error that says how many answers are kept."""
     try:
         yield

@@ -23,7 +23,7 @@ from fctune.tasks.environments.mcp.task_file import FinalCheck, McpTaskSpec, Tas
 from fctune.tasks.environments.tasks import ENVIRONMENT_PARTS, has_fact
 from fctune.tasks.episode import Episode
 from fctune.tasks.rollouts import Request, RolloutSettings, TaskSet
-from fctune.tasks.task import Step, Task, TaskError, TaskState, to_results
+from fctune.tasks.task import DialogueState, Step, Task, TaskError, TaskState, to_results
 
 
 class McpTasks(TaskSet):
@@ -93,7 +93,7 @@ class McpTasks(TaskSet):
     def score(self, episode: Episode) -> Mapping[str, float]:
         """Make the task's check, and return the parts of the reward."""
         assert isinstance(episode.state, _McpState)
-        return episode.state.score("" if episode.is_cut else episode.steps[-1].parsed.prose)
+        return episode.state.score(episode.final_text)
 
     def check(self) -> None:
         """Check that the calls of the first task solve it."""
@@ -186,16 +186,24 @@ class McpTask(Task):
         self.id, self.category, self.sample = key.task, spec.category, key.sample
         self._tasks, self._spec, self._key = tasks, spec, key
 
+    @property
+    def questions(self) -> Sequence[Message]:
+        """The task's question."""
+        return (Message("user", self._spec.question),)
+
+    @property
+    def solution(self) -> Sequence[Call]:
+        """The task's calls; none if only its check or facts decide."""
+        return [call.to_call() for call in self._spec.calls]
+
     def start(self) -> TaskState:
         """Begin an episode with the server."""
         self._tasks.check_solution(self.id)
         return _McpState(self._tasks, self._spec, self._key)
 
 
-class _McpState(TaskState):
+class _McpState(DialogueState):
     """One episode of a task."""
-
-    is_dialogue = True
 
     def __init__(self, tasks: McpTasks, spec: McpTaskSpec, key: EpisodeKey):
         system = (Message("system", spec.system),) if spec.system is not None else ()
@@ -219,6 +227,7 @@ class _McpState(TaskState):
                 self._recording.calls.append((call, result))
             self._made.append((call, not result.is_error))
             results.append(result.text or "null")
+        step.results = tuple(results)
         return to_results(step.calls, results)
 
     def score(self, text: str) -> Mapping[str, float]:
