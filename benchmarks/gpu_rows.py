@@ -200,7 +200,8 @@ class Bench:
         jobs = jobs[:1] if self.is_toy else jobs
 
         def run(limit: float, report: Report) -> dict[str, Any]:
-            found, good = [], []
+            found: list[dict[str, Any]] = []
+            good: list[tuple[Job, dict[str, Any]]] = []
             result: dict[str, Any] = {"ok": False, "tried": found}
             for job, one in self.measure_each(jobs, limit):
                 found.append(_describe_job(job) | one)
