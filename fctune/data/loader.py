@@ -78,11 +78,11 @@ class Batch:
     """One micro-batch of a rank.
 
     Tokens, labels and positions are int64 ``[b, s]``, loss weights float32 ``[b, s]``. ``lengths`` are those of each
-    row's conversations, then the padding's; positions and lengths are None if each row is one conversation. ``rows``
-    are the indices of the rows in the global step, or -1 for a row of padding; ``row_lengths`` are their numbers of
-    tokens before padding. Labels are already shifted: ``labels[t]`` is the token after ``tokens[t]``.
-    ``answer_lengths`` are the numbers of supervised tokens of each answer of preference pairs, row by row; None for
-    other sets.
+    row's conversations, then the padding's, then zeros if all batches have as many; positions and lengths are None if
+    each row is one conversation. ``rows`` are the indices of the rows in the global step, or -1 for a row of padding;
+    ``row_lengths`` are their numbers of tokens before padding. Labels are already shifted: ``labels[t]`` is the token
+    after ``tokens[t]``. ``answer_lengths`` are the numbers of supervised tokens of each answer of preference pairs, row
+    by row; None for other sets.
     """
 
     tokens: Tensor
@@ -132,8 +132,8 @@ class GlobalLoader:
         seed: Seed of the shuffle.
         is_shuffled: Shuffle the packs of each epoch.
         pad_to: Length of unpacked rows.
-        has_full_batches: Pad every micro-batch to as many rows, so that all micro-batches of a run, of both splits,
-            have one shape.
+        has_full_batches: Pad every micro-batch to as many rows, and packed rows to as many conversations, so that all
+            micro-batches of a run, of both splits, have one shape.
         row_multiple: Lengths of unpacked rows are multiples of this.
     """
 
@@ -156,6 +156,8 @@ class GlobalLoader:
         self.has_constant_length = prepared.is_packed or pad_to == "seq_len"
         self.has_full_batches = has_full_batches
         self.row_multiple = row_multiple
+        # The conversations of the fullest pack, and the padding.
+        self._num_lengths = prepared.max_pack_size + 1 if has_full_batches else 0
         self.steps_per_epoch = math.ceil(prepared.num_packs(split) / global_batch_size)
         self._order: tuple[int, np.ndarray] | None = None  # of the last requested epoch
 
@@ -279,7 +281,7 @@ class GlobalLoader:
             if at < shape[1]:
                 lengths.append(shape[1] - at)
                 positions[i, at:] = np.arange(shape[1] - at)
-            all_lengths.append(tuple(lengths))
+            all_lengths.append((*lengths, *[0] * (self._num_lengths - len(lengths))))
         has_bounds = self.prepared.is_packed and is_real
         return Batch(
             tokens=torch.from_numpy(tokens),

@@ -111,6 +111,11 @@ class PreparedSet:
         flat, _ = self.packs[split]
         return int((self.offsets[flat + 1] - self.offsets[flat]).sum())
 
+    @property
+    def max_pack_size(self) -> int:
+        """Number of conversations in the fullest pack of all splits."""
+        return max(int(np.diff(ends).max(initial=0)) for _, ends in self.packs.values())
+
     def release_pages(self) -> None:
         """Drop the pages that were read from this process's resident memory; they stay in the page cache.
 

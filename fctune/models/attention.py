@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -38,15 +37,11 @@ _MAX_FLASH_HEAD = 256
 class DocumentBounds:
     """Boundaries of the conversations in packed rows; the padding of a row counts as a conversation.
 
-    Compiled blocks take the number of conversations and the length of the longest as symbols, so that batches that
-    differ in them share their graphs.
-
     Attributes:
         kernel: Kernel that the bounds are for.
-        ends: Cumulative lengths over the flattened batch, starting with 0: int32 ``[conversations + 1]``, without
-            those of no tokens; on the CPU for ``per_document``, else on the device of the queries.
-        longest: Tensor of the shape ``[max_length, 0]`` on the CPU, as only a tensor's size is a symbol from the
-            start.
+        ends: Cumulative lengths over the flattened batch, starting with 0: int32 ``[conversations + 1]``; on the CPU
+            for ``per_document``, else on the device of the queries.
+        max_length: Upper bound of the conversations' lengths: the tokens of a row.
         shape: Rows of the batch, and tokens per row.
         host_ends: The same cumulative lengths, for layers that would otherwise wait for the device.
         windows: Sliding windows of the layers that use flex attention; None is a layer without one.
@@ -57,24 +52,13 @@ class DocumentBounds:
 
     kernel: AttentionKernel
     ends: Tensor
-    longest: Tensor
+    max_length: int
     shape: tuple[int, int]
     host_ends: tuple[int, ...]
     windows: tuple[int | None, ...] = ()
     block_masks: dict[int | None, Any] = field(default_factory=dict)
     derived: dict[str, Any] = field(default_factory=dict)
     group: ContextGroup = WHOLE_ROWS
-
-    def __post_init__(self) -> None:
-        # Compilation imports it, and needs seconds for that, which other runs save.
-        if (dynamo := sys.modules.get("torch._dynamo")) is not None:
-            for tensor in (self.ends, self.longest):
-                dynamo.maybe_mark_dynamic(tensor, 0)
-
-    @property
-    def max_length(self) -> int:
-        """Length of the longest conversation, at least 2."""
-        return self.longest.shape[0]
 
     def pin(self) -> DocumentBounds:
         """Return a copy in pinned memory, from which copies to a CUDA device are asynchronous."""
@@ -94,22 +78,18 @@ def make_bounds(
     """Return the bounds of rows whose conversations have these lengths.
 
     Args:
-        lengths: Lengths by row; all rows have the same total. Those that are zero are left out.
+        lengths: Lengths by row; all rows have the same total. They may be zero: with as many lengths in every batch,
+            the bounds of all batches have one shape.
         kernel: Kernel that the bounds are for.
         windows: Sliding windows of the layers that use flex attention; None: one layer kind without a window for
             ``flex``, and no layer for the other kernels.
     """
     if windows is None:
         windows = (None,) if kernel == "flex" else ()
-    found = [length for row in lengths for length in row if length]
-    host_ends = tuple(itertools.accumulate(found, initial=0))
-    ends, longest = torch.tensor(host_ends, dtype=torch.int32), make_longest(max(found))
-    return DocumentBounds(kernel, ends, longest, (len(lengths), sum(lengths[0])), host_ends, tuple(windows))
-
-
-def make_longest(length: int) -> Tensor:
-    """Return the ``longest`` of bounds whose longest conversation has so many tokens."""
-    return torch.empty(max(2, length), 0)  # compilers take sizes of 0 and 1 as constants
+    host_ends = tuple(itertools.accumulate((length for row in lengths for length in row), initial=0))
+    ends, shape = torch.tensor(host_ends, dtype=torch.int32), (len(lengths), sum(lengths[0]))
+    # Not the longest conversation of these rows, for each of which blocks would be compiled again.
+    return DocumentBounds(kernel, ends, shape[1], shape, host_ends, tuple(windows))
 
 
 def choose_attention_kernel(

@@ -447,7 +447,7 @@ def test_full_batches_have_one_shape_in_both_splits_and_the_same_tokens(
 ) -> None:
     config = data_config("synthetic:train:90:3", packed=is_packed, validation_share=0.2)
     prepared = prepare(config, tiny_base, tmp_path)
-    shapes, contents = set(), []
+    shapes, lengths, contents = set(), set(), []
     for has_full_batches in (True, False):
         tokens: Counter[int] = Counter()
         for split in ("train", "validation"):
@@ -461,10 +461,12 @@ def test_full_batches_have_one_shape_in_both_splits_and_the_same_tokens(
                         assert batch.num_supervised == (batch.labels != IGNORE).sum()
                         if has_full_batches:
                             shapes.add((batch.tokens.shape, batch.positions is None))
-                            assert all(sum(row) == 512 and all(row) for row in batch.lengths or ())
+                            lengths.add(tuple(len(row) for row in batch.lengths or ()))
+                            assert all(sum(row) == 512 for row in batch.lengths or ())
         del tokens[0]
         contents.append(tokens)
     assert shapes == {((2, 512), not is_packed)}
+    assert len(lengths) == 1
     assert contents[0] == contents[1]
 
 

