@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from fctune.base.errors import ConfigError
-from fctune.base.gpus import Gpu
+from fctune.base.gpus import GPUS, Gpu
 from fctune.config.schema import RunConfig
 from fctune.config.sections.parallel import ParallelConfig
 from fctune.models.architecture import Architecture
@@ -124,7 +124,7 @@ def choose_layout(config: RunConfig, model: CausalLM, hardware: Hardware, memory
                 break
     if not fitting:
         return _choose_for_rows(config, model, hardware, memory, contexts[0], tiles[-1])
-    return choose_faster(fitting, partial(_estimate_rate, memory, hardware))
+    return choose_faster(fitting, lambda layout: 1 / estimate_layout_time(memory, hardware, layout))
 
 
 def may_save_time(config: RunConfig, world_size: int, mlp_tiles: int, context: int) -> bool:
@@ -146,20 +146,20 @@ def choose_faster(choices: Sequence[Choice], rate: Callable[[Choice], float]) ->
     return best
 
 
-def _make_setting(memory: MemoryModel, layout: ParallelLayout) -> Setting:
+def make_setting(memory: MemoryModel, layout: ParallelLayout) -> Setting:
+    """Return the setting of a layout with the micro-batches of the config."""
     shape = layout.mode, layout.replicate, layout.shard, layout.fraction, memory.config.micro_batch_packs, 1
     return memory.with_accumulation(Setting(*shape, layout.max_logits, layout.context, layout.mlp_tiles))
 
 
-def _estimate_rate(memory: MemoryModel, hardware: Hardware, layout: ParallelLayout) -> float:
-    """Return the planned steps per second, of rows that are one conversation each."""
-    assert hardware.gpu is not None
-    setting, config = _make_setting(memory, layout), memory.config
+def estimate_layout_time(memory: MemoryModel, hardware: Hardware, layout: ParallelLayout) -> float:
+    """Return the planned seconds of a step of full rows, each one conversation; an unknown GPU counts as an H100."""
+    setting, config = make_setting(memory, layout), memory.config
     pairs, size = (config.data.row_tokens + 1) / 2, setting.micro_batch_size / setting.context
     shares = setting.fraction, memory.supervised_share, pairs
     flops = count_flops(memory, *shares, setting.max_logits, size, setting.mlp_tiles)
     packs, local = config.global_batch_size, hardware.ranks_per_node
-    return 1 / estimate_step_time(memory, hardware.gpu, setting, flops, packs, local).total_s
+    return estimate_step_time(memory, hardware.gpu or GPUS["h100"], setting, flops, packs, local).total_s
 
 
 def list_mlp_tiles(config: RunConfig, architecture: Architecture) -> list[int]:

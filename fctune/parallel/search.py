@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.base.errors import ConfigError
-from fctune.base.gpus import GPUS, Gpu
+from fctune.base.gpus import Gpu
 from fctune.config.fields import SectionProblems
 from fctune.config.schema import RunConfig
 from fctune.data.chunk_encoder import Counts
@@ -30,8 +30,10 @@ from fctune.parallel.layout import (
     check_layout,
     choose_faster,
     choose_layout,
+    estimate_layout_time,
     list_contexts,
     list_mlp_tiles,
+    make_setting,
     may_save_time,
 )
 from fctune.parallel.memory import MemoryModel, Peak, Setting
@@ -121,11 +123,7 @@ class LayoutSearch:
         hardware = self._hardware(self.world_size)
         # A run chooses its layout before it knows which share of its data is supervised.
         layout = choose_layout(config, self.model, hardware, self.memory.with_supervised_share(1.0))
-        shape = layout.mode, layout.replicate, layout.shard
-        size = config.micro_batch_packs
-        rows = layout.context, layout.mlp_tiles
-        setting = Setting(*shape, layout.fraction, size, 1, layout.max_logits, *rows)
-        return self.memory.with_accumulation(setting), layout.reason
+        return make_setting(self.memory, layout), layout.reason
 
     def flops(self, setting: Setting) -> Flops:
         """Return the FLOPs per token of a setting."""
@@ -268,7 +266,7 @@ def choose_micro_batch(model: CausalLM, hardware: Hardware, memory: MemoryModel)
     Raises:
         ConfigError: A layout that does not suit the ranks, the model or the optimizer.
     """
-    config, seq_len = memory.config, memory.config.data.row_tokens
+    config = memory.config
     share = math.ceil(config.global_batch_size * (config.parallel.context or 1) / hardware.world_size)
     # Equal parts of a rank's share, so that no micro-batch is filled up with padding.
     sizes = sorted({math.ceil(share / number) for number in range(1, share + 1)})
@@ -278,17 +276,10 @@ def choose_micro_batch(model: CausalLM, hardware: Hardware, memory: MemoryModel)
             break
         trial = memory.with_micro_batch(size)
         layout = choose_layout(trial.config, model, hardware, trial)
-        shape = layout.mode, layout.replicate, layout.shard, layout.fraction, size
-        rows = layout.context, layout.mlp_tiles
-        setting = trial.with_accumulation(Setting(*shape, 1, layout.max_logits, *rows))
+        setting = make_setting(trial, layout)
         if found and not hardware.can_hold(trial.peak(setting).footprint):
             break
-        shares = layout.fraction, 1.0, (seq_len + 1) / 2
-        flops = count_flops(trial, *shares, layout.max_logits, size / layout.context, layout.mlp_tiles)
-        time = estimate_step_time(
-            trial, hardware.gpu or GPUS["h100"], setting, flops, config.global_batch_size, hardware.ranks_per_node
-        )
-        found.append((time.total_s, size, setting))
+        found.append((estimate_layout_time(trial, hardware, layout), size, setting))
     least_s, largest = min(time_s for time_s, _, _ in found), found[-1][1]
     _, chosen, setting = max((one for one in found if one[0] <= _ABOUT_EQUAL * least_s), key=lambda one: one[1])
     limit = "a rank's share of the batch" if largest == share else "the largest that fits"
