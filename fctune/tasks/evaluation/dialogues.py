@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from fctune import __version__
-from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError
 from fctune.calls.formats.base import CallFormat
@@ -23,7 +22,7 @@ from fctune.config.sections.rollouts import ENVIRONMENT, DialogueConfig
 from fctune.engines.engine import Engine
 from fctune.tasks.episode import Episode, EpisodeLimits, EpisodeRunner
 from fctune.tasks.evaluation.results import ResultsFile
-from fctune.tasks.evaluation.run import release_on_error, start_results
+from fctune.tasks.evaluation.run import finish_results, start_results
 from fctune.tasks.evaluation.summary import summarise_defects, summarise_reasoning, tally_judgements
 from fctune.tasks.judge import (
     NOT_MEASURED,
@@ -120,14 +119,7 @@ def run_dialogues(
         finally:
             results.close()
 
-    with release_on_error(results, len(ids)):
-        if world is None:
-            ask()
-        else:
-            distributed.run_on_all_ranks(ask)
-    if world is not None and not world.is_main:
-        return None
-    rows = results.finish(ids)
+    rows = finish_results(results, ids, ask, world)
     if rows and not any(map(is_measured, rows)):
         raise ConfigError(
             f"none of {format_count(len(rows), 'task')} could be measured, for example {rows[0]['id']}: "

@@ -118,14 +118,7 @@ def run_suite(
         finally:
             results.close()
 
-    with release_on_error(results, len(suite.all_cases)):
-        if world is None:
-            ask()
-        else:
-            distributed.run_on_all_ranks(ask)
-    if world is not None and not world.is_main:
-        return None
-    return results.finish([case.id for case in suite.all_cases])
+    return finish_results(results, [case.id for case in suite.all_cases], ask, world)
 
 
 def start_results(results: ResultsFile, described: Mapping[str, Any], is_fresh: bool, world: World | None) -> set[str]:
@@ -137,8 +130,24 @@ def start_results(results: ResultsFile, described: Mapping[str, Any], is_fresh: 
     return set(start() if world is None else distributed.run_on_rank_0(start))
 
 
+def finish_results(
+    results: ResultsFile, ids: Sequence[str], ask: Callable[[], None], world: World | None
+) -> list[Row] | None:
+    """Ask on every process; returns the rows of all ids in their order on the main process, None on the others.
+
+    Raises:
+        Interrupted: Ctrl-C; the message says how many answers are kept.
+    """
+    with _release_on_error(results, len(ids)):
+        if world is None:
+            ask()
+        else:
+            distributed.run_on_all_ranks(ask)
+    return None if world is not None and not world.is_main else results.finish(ids)
+
+
 @contextmanager
-def release_on_error(results: ResultsFile, num_cases: int) -> Iterator[None]:
+def _release_on_error(results: ResultsFile, num_cases: int) -> Iterator[None]:
     """Release the results if the block fails; Ctrl-C becomes an error that says how many answers are kept."""
     try:
         yield
