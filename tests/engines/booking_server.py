@@ -1,17 +1,9 @@
-"""A real MCP server with a state, made with the official package: python booking_server.py.
-
-Over stdio; ``serve_bookings`` runs one over HTTP.
-"""
+"""A real MCP server with a state, made with the official package, over stdio: python booking_server.py."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 from mcp.server import MCPServer
 from mcp_types import ToolAnnotations
 
@@ -48,22 +40,6 @@ def make_server() -> MCPServer:
         return "cleared"
 
     return server
-
-
-@contextmanager
-def serve_bookings() -> Iterator[str]:
-    """Run a server over HTTP during the block, whose state all of its sessions share, and yield its URL."""
-    app = make_server().streamable_http_app(json_response=True)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/mcp"
-    finally:
-        server.should_exit = True
-        thread.join(10)
 
 
 if __name__ == "__main__":

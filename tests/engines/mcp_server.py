@@ -17,6 +17,8 @@ import uvicorn
 from mcp.server import Server
 from mcp_types import CallToolResult, ListToolsResult, TextContent, Tool
 
+from tests.engines.booking_server import make_server
+
 PAGES: dict[str | None, tuple[list[str], str | None]] = {
     None: (["add", "subtract"], "more"),
     "more": (["multiply"], None),
@@ -24,8 +26,20 @@ PAGES: dict[str | None, tuple[list[str], str | None]] = {
 TOKEN = "the-token-of-the-test"
 
 
-def _configure(app: Any) -> uvicorn.Config:
-    return uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1, lifespan="on")
+@contextmanager
+def serve_app(app: Any) -> Iterator[str]:
+    """Run an application over HTTP during the block, and yield the URL of its MCP endpoint."""
+    config = uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1, lifespan="on")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/mcp"
+    finally:
+        server.should_exit = True
+        thread.join(10)
 
 
 class McpServer:
@@ -60,31 +74,16 @@ class McpServer:
                 return
             await app(scope, receive, send)
 
-        self._server = uvicorn.Server(_configure(guarded))
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-
-    def start(self) -> None:
-        """Start to serve, and set ``url``."""
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.005)
-        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/mcp"
-
-    def stop(self) -> None:
-        """Stop to serve."""
-        self._server.should_exit = True
-        self._thread.join(10)
+        self.app = guarded
+        self.url = ""
 
 
 @contextmanager
 def serve_mcp(kind: str) -> Iterator[McpServer]:
     """Run a real server during the block."""
     server = McpServer(kind)
-    server.start()
-    try:
+    with serve_app(server.app) as server.url:
         yield server
-    finally:
-        server.stop()
 
 
 @contextmanager
@@ -102,18 +101,15 @@ def serve_tools(tools: list[Tool], call: Callable[[str, dict[str, Any]], str]) -
         return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
 
     app = Server("tools", on_list_tools=list_tools, on_call_tool=call_tool).streamable_http_app(json_response=True)
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1, lifespan="on")
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/mcp"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with serve_app(app) as url:
+        yield url
+
+
+@contextmanager
+def serve_bookings() -> Iterator[str]:
+    """Run ``booking_server`` over HTTP during the block, whose state all of its sessions share, and yield its URL."""
+    with serve_app(make_server().streamable_http_app(json_response=True)) as url:
+        yield url
 
 
 class RawHandler(BaseHTTPRequestHandler):

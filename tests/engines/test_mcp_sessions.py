@@ -15,8 +15,7 @@ import pytest
 
 from fctune.engines.mcp_client import McpClients, McpFailure, McpLimits, McpSession
 from tests.engines import faulty_stdio_server as faults
-from tests.engines.booking_server import serve_bookings
-from tests.engines.mcp_server import ATTACKS, serve_raw
+from tests.engines.mcp_server import ATTACKS, serve_bookings, serve_raw
 
 COUNTER = f"stdio: {shlex.quote(sys.executable)} -S {shlex.quote(str(Path(faults.__file__)))}"
 REAL_SERVER = Path(faults.__file__).with_name("booking_server.py")

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from fctune.config.sections.adapter import AdapterConfig
+from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.dropout import row_key
 from fctune.models.expert_lora import ExpertLoRA
 from fctune.models.lora import LoRALinear, apply_lora_, init_adapters_
 from fctune.models.precision import PrecisionPolicy
@@ -143,3 +145,19 @@ def pack(conversations: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the tokens and positions of conversations in one row, ``[1, s]`` each."""
     positions = torch.cat([torch.arange(one.shape[1]) for one in conversations])[None]
     return torch.cat(conversations, dim=1), positions
+
+
+def run_packed(model: CausalLM, lengths: list[list[int]]) -> dict[str, Tensor]:
+    """Return the loss and the gradients of packed rows of conversations in training mode."""
+    shape = len(lengths), sum(lengths[0])
+    tokens = torch.randint(3, model.architecture.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    loss = model.train()(
+        tokens,
+        positions=torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]),
+        bounds=make_bounds(lengths, "per_document"),
+        labels=tokens,
+        row_keys=torch.tensor([row_key(1, 1, row) for row in range(len(lengths))]),
+    )
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | found

@@ -12,14 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
-from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM
-from fctune.models.dropout import row_key
 from fctune.models.lora import LoRALinear
 from fctune.models.mlp_tiles import find_mlps, is_mlp, tile_mlps_
 from fctune.models.transformers.state_layers import find_state_layers
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
-from tests.models.dense_samples import FAMILIES, adapt_, make_model
+from tests.models.dense_samples import FAMILIES, adapt_, make_model, run_packed
 from tests.models.hybrid_samples import HYBRIDS, save_hybrid
 from tests.models.model_samples import load_model
 from tests.models.tiny_models import TEXT_MODELS, save_tiny_model
@@ -28,23 +26,8 @@ DROPPED = AdapterConfig(rank=4, alpha=8, dropout=0.2, modules="all-linear")
 LENGTHS = [[17, 20, 3], [25, 15]]  # rows of 40 tokens
 
 
-def compute(model: CausalLM) -> dict[str, Tensor]:
-    """Return the loss and the gradients of a packed batch in training mode."""
-    tokens = torch.randint(3, model.architecture.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
-    loss = model.train()(
-        tokens,
-        positions=torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS]),
-        bounds=make_bounds(LENGTHS, "per_document"),
-        labels=tokens,
-        row_keys=torch.tensor([row_key(1, 1, row) for row in range(2)]),
-    )
-    loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach()} | found
-
-
 def compare(model: CausalLM, tiled: CausalLM) -> None:
-    ours, theirs = compute(tiled), compute(model)
+    ours, theirs = run_packed(tiled, LENGTHS), run_packed(model, LENGTHS)
     assert ours.keys() == theirs.keys()
     scale = max(float(one.abs().max()) for one in theirs.values())
     for name, expected in theirs.items():

@@ -19,9 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fctune.base.errors import ConfigError
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.parallel import ActivationCheckpointingConfig
-from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import CausalLM
-from fctune.models.dropout import row_key
 from fctune.models.frozen_linear import is_nf4
 from fctune.parallel.activations import (
     apply_activation_checkpointing_,
@@ -29,6 +27,7 @@ from fctune.parallel.activations import (
     is_checkpointed,
     use_float8_matmuls_,
 )
+from tests.models.dense_samples import run_packed
 from tests.models.hybrid_samples import save_hybrid
 from tests.models.model_samples import ALL_MODULES, load_model
 from tests.models.tiny_models import save_tiny_model
@@ -38,18 +37,7 @@ LENGTHS = [[17, 40, 23], [60, 20]]
 
 
 def run(model: CausalLM) -> dict[str, torch.Tensor]:
-    """Compute the loss and gradients of a packed batch in training mode."""
-    tokens = torch.randint(0, model.architecture.vocab_size, (2, 80), generator=torch.Generator().manual_seed(1))
-    loss = model.train()(
-        tokens,
-        positions=torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS]),
-        bounds=make_bounds(LENGTHS, "per_document"),
-        labels=tokens,
-        row_keys=torch.tensor([row_key(1, 1, row) for row in range(2)]),
-    )
-    loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach()} | found
+    return run_packed(model, LENGTHS)
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], rtol: float, atol: float) -> None:

@@ -27,7 +27,7 @@ from fctune.tasks.sampling.task_sets import open_dialogue_tasks
 from fctune.training.reinforcement import PolicyTasks
 from tests.conftest import ROOT, TINY_BASE
 from tests.engines import faulty_stdio_server as faults
-from tests.engines.booking_server import serve_bookings
+from tests.engines.mcp_server import serve_bookings
 from tests.tasks.token_engine import ScriptedEngine
 
 REAL_SERVER = Path(faults.__file__).with_name("booking_server.py")
