@@ -47,7 +47,7 @@ class RowLengths:
     counts: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, tokens: int, supervised: int) -> None:
-        """Add a conversation."""
+        """Count a conversation of so many supervised tokens under the tokens that it needs."""
         number, total = self.counts.get(tokens, (0, 0))
         self.counts[tokens] = number + 1, total + supervised
 

@@ -419,7 +419,7 @@ class McpSession:
         return pages
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> McpResult:
-        """Call a tool.
+        """Return the result of a tool, within the seconds of a request.
 
         Raises:
             McpFailure: The session is over.

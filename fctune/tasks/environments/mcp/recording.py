@@ -29,7 +29,7 @@ class EpisodeKey(NamedTuple):
 
 @dataclass(slots=True)
 class RecordedEpisode:
-    """What a server answered in an episode.
+    """The calls of an episode with what the server answered.
 
     Attributes:
         key: The episode.
@@ -83,7 +83,7 @@ class RecordingWriter:
         self._head = {"tools": [tool.function for tool in tools], "read_only": sorted(read_only)}
 
     def write(self, episode: RecordedEpisode) -> None:
-        """Append an episode."""
+        """Append an episode to the file; the first one also writes the server's tools."""
         with self._lock:
             if not self._has_begun:
                 self._path.parent.mkdir(parents=True, exist_ok=True)

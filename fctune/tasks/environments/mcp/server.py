@@ -49,7 +49,7 @@ class EpisodeServerLimits:
 
 
 class ToolServer:
-    """A live server.
+    """A server that runs, and sessions with it for episodes.
 
     Args:
         file: The task file, which names it.
@@ -188,11 +188,11 @@ class ReplayedServer:
         self.read_only = recording.read_only
 
     def begin(self, key: EpisodeKey) -> ReplayedRun:
-        """Begin an episode."""
+        """Return an episode whose calls are answered from the recording."""
         return ReplayedRun(self._recording, key)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: a recording holds no session."""
 
 
 class ReplayedRun:
@@ -233,7 +233,7 @@ class ReplayedRun:
         return self._recording.find_check(self._key.task, self._made)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: a recording holds no session."""
 
 
 def _describe_changes(before: Sequence[Tool], now: Sequence[Tool]) -> str | None:
