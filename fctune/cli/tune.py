@@ -678,6 +678,8 @@ class _Tune:
         code = launch_recipe(recipe, ["--config", str(path)], processes, self.out / RUN, show_progress)
         if code == 0:
             self.progress.finish("train", {"config": digest})
+            if RunFiles(self.out / RUN).stop_file.exists():  # asked for too late to end the training
+                raise KeyboardInterrupt
         else:
             why = "training was stopped" if code == 75 else f"training ended with code {code} (above)"
             how = (

@@ -789,8 +789,9 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 def test_a_tune_killed_in_each_step_resumes_there(tmp_path: Path) -> None:
     """Killed as each step begins, and stopped by Ctrl-C in training and in the gate; every step ends once."""
     write_synthetic(tmp_path / "rows.jsonl", 60)
+    slow = ("checkpoint.every=20", "epochs=8")  # so many that training outlasts the way of a request to stop
     for number, step in enumerate(STEPS):
-        process = start(tmp_path, "checkpoint.every=2")
+        process = start(tmp_path, *slow)
         assert process.stdout is not None
         seen = []
         for line in process.stdout:
@@ -809,13 +810,27 @@ def test_a_tune_killed_in_each_step_resumes_there(tmp_path: Path) -> None:
         repeated = [line for line in seen if line.rstrip().endswith("not repeated")]
         # The step that the last run was killed in is done by this one, and those before it are not repeated.
         assert [line.partition(":")[0] for line in repeated] == STEPS[: max(0, number - 1)]
-    process = start(tmp_path, "checkpoint.every=2")
+    process = start(tmp_path, *slow)
     output, _ = process.communicate(timeout=300)
     assert process.returncode in (0, 1), output
     assert [line.partition(":")[0] for line in output.splitlines() if line.endswith("not repeated")] == STEPS[:-1]
     assert "verdict:" in output
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/run/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.thorough
+def test_a_stop_in_the_last_step_keeps_the_training_and_begins_nothing_more(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "rows.jsonl", 60)
+    process = start(tmp_path, "max_steps=2")
+    assert process.stdout is not None
+    assert any(line.startswith("step 2/2") for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=300)
+    assert process.returncode == 130, rest
+    assert "re-run the same command to resume" in rest
+    assert not (tmp_path / "out/gate").exists()
+    assert "train: done" in start(tmp_path, "max_steps=2").communicate(timeout=300)[0]
 
 
 @pytest.mark.thorough

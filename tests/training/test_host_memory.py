@@ -80,7 +80,8 @@ def test_settings_of_the_allocator_in_the_environment_are_kept() -> None:
     took, grown, faults = free_tensors(1000.0, MALLOC_MMAP_THRESHOLD_=str(2**20))
     assert not took
     assert grown < 8
-    assert faults > 12 * 40 * 2**20 / 4096  # new pages for every tensor
+    # New pages for every tensor: 50 MiB a step, less where the kernel gives huge pages.
+    assert faults > 3 * free_tensors(1000.0)[2]
     assert not free_tensors(0.0, GLIBC_TUNABLES="glibc.malloc.mmap_threshold=1048576")[0]
 
 
