@@ -417,7 +417,7 @@ def shard_and_load_(
     layout = layout or plan_parallelism(model, config, world)
     gradient_sync = shard_(model, layout, config.parallel, _describe_hardware(world))
     materialize_(model, world.device, config.parallel.cpu_offload)
-    distributed.run_on_all_ranks(lambda: load_base_(model, model_dir))
+    distributed.run_on_all_ranks(lambda: load_base_(model, model_dir, world=world))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
     logger.info(
