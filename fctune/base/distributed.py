@@ -298,15 +298,15 @@ def equal_ranks_grouped(keys: Sequence[Hashable]) -> Iterator[list[dist.ProcessG
         for key, column in zip(keys, columns, strict=True)
     ]
     world = tuple(range(dist.get_world_size()))
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {world: dist.GroupMember.WORLD}
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {world: dist.GroupMember.WORLD}
     for members in ranks:
         if len(members) > 1 and members not in groups:
             groups[members] = dist.new_group(list(members), _TIMEOUT, use_local_synchronization=True)
     try:
         yield [groups[members] if len(members) > 1 else None for members in ranks]
     finally:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the broadcasts are launched, perhaps not done
         for members, group in groups.items():
             if members != world:
                 dist.destroy_process_group(group)
