@@ -292,23 +292,24 @@ def equal_ranks_grouped(keys: Sequence[Hashable]) -> Iterator[list[dist.ProcessG
     Yields:
         The groups; None where no other rank has this rank's key.
     """
-    columns = zip(*all_gather_objects(tuple(keys)), strict=True)
-    ranks = [
-        tuple(rank for rank, other in enumerate(column) if other == key)
-        for key, column in zip(keys, columns, strict=True)
-    ]
     world = tuple(range(dist.get_world_size()))
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {world: dist.GroupMember.WORLD}
-    for members in ranks:
-        if len(members) > 1 and members not in groups:
-            groups[members] = dist.new_group(list(members), _TIMEOUT, use_local_synchronization=True)
+    ours: list[tuple[int, ...]] = []
+    for column, own in zip(zip(*all_gather_objects(tuple(keys)), strict=True), keys, strict=True):
+        for key in dict.fromkeys(column):
+            members = tuple(rank for rank in world if column[rank] == key)
+            if key == own:
+                ours.append(members)
+            # Every rank creates every group, in the same order.
+            if len(members) > 1 and members not in groups:
+                groups[members] = dist.new_group(list(members), _TIMEOUT)
     try:
-        yield [groups[members] if len(members) > 1 else None for members in ranks]
+        yield [groups[members] if len(members) > 1 else None for members in ours]
     finally:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the broadcasts are launched, perhaps not done
         for members, group in groups.items():
-            if members != world:
+            if members != world and dist.get_rank() in members:
                 dist.destroy_process_group(group)
 
 

@@ -89,11 +89,12 @@ def load_twice(world: World, path: Path, parallel: dict[str, Any], base: str | N
     """Load once by oneself and once with the others of the node; returns the bytes that the latter read by tensor."""
     base_weights._MIN_PART_BYTES = 256  # so that small tensors are split
     world = replace(world, ranks_per_node=world.world_size // num_nodes)
-    alone, shared = (build_on_rank(world, path, parallel, base) for _ in range(2))
+    alone, shared, again = (build_on_rank(world, path, parallel, base) for _ in range(3))
     load_base_(alone, path)
     opener = CountingOpener()
     load_base_(shared, path, opener, world)
-    assert collect_bytes(shared) == collect_bytes(alone)
+    load_base_(again, path, world=world)  # by groups of the same ranks
+    assert collect_bytes(shared) == collect_bytes(alone) == collect_bytes(again)
     return dict(opener.read)
 
 
