@@ -91,14 +91,12 @@ class Share:
 
     Args:
         group: Those ranks; None if it holds them alone.
-
-    Attributes:
-        error: The first that reading raised; this rank has sent undefined numbers since then.
+        defers_errors: Keep an error in ``error`` and go on with undefined numbers, for others wait for this rank's.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
+    def __init__(self, group: dist.ProcessGroup | None = None, *, defers_errors: bool = False):
         self.error: CheckpointError | None = None
-        self._group = group
+        self._group, self._defers_errors = group, defers_errors
         self._turn = 0  # of the ranks to read first
 
     @property
@@ -116,7 +114,7 @@ class Share:
             read_: Fills a region in the host's memory.
         """
         if self._group is None or not out.ndim:
-            _read_on_host_(out, offsets, read_)
+            self._read_on_host_(out, offsets, read_)
             return
         size, rank = self._group.size(), self._group.rank()
         num_parts = min(size, math.ceil(out.nbytes / _MIN_PART_BYTES))
@@ -131,20 +129,24 @@ class Share:
         ]
         self._turn += num_parts
         for part, start, source in parts:
-            if source == rank and self.error is None:
-                try:
-                    _read_on_host_(part, (start, *offsets[1:]), read_)
-                except CheckpointError as error:
-                    self.error = error
+            if source == rank:
+                self._read_on_host_(part, (start, *offsets[1:]), read_)
         distributed.broadcast_parts_([(part, source) for part, _, source in parts], self._group)
 
-
-def _read_on_host_(out: Tensor, offsets: Sequence[int], read_: ReadRegion) -> None:
-    """Fill a region on any device, in place, by a function that fills one in the host's memory."""
-    host = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
-    read_(host, offsets)
-    if host is not out:
-        out.copy_(host)
+    def _read_on_host_(self, out: Tensor, offsets: Sequence[int], read_: ReadRegion) -> None:
+        """Fill a region on any device, in place, by a function that fills one in the host's memory."""
+        if self.error is not None:
+            return
+        host = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
+        try:
+            read_(host, offsets)
+        except CheckpointError as error:
+            if not self._defers_errors:
+                raise
+            self.error = error
+            return
+        if host is not out:
+            out.copy_(host)
 
 
 @contextlib.contextmanager
@@ -159,7 +161,7 @@ def _reading_shared(targets: Sequence[Target], world: World | None) -> Iterator[
     # Layouts are the same on every rank; where a rank's shard is within the full tensor differs.
     positions = dict(layouts.values())
     with distributed.equal_ranks_grouped([(node, position) for position in positions.values()]) as groups:
-        shares = dict(zip(positions, map(Share, groups), strict=True))
+        shares = {layout: Share(group, defers_errors=True) for layout, group in zip(positions, groups, strict=True)}
         yield {name: shares[layout] for name, (layout, _) in layouts.items()}
 
 

@@ -201,9 +201,9 @@ def test_a_step_of_a_source_is_that_of_what_it_is_read_from() -> None:
     assert Reindexed(stored(6, 4), lambda tensor: tensor.reshape(8, 3)).step_along(0) == 8
 
 
-def fail_on_one_rank(world: World, path: Path) -> str:
+def fail_on_one_rank(world: World, path: Path, mode: str, base: str | None) -> str:
     base_weights._MIN_PART_BYTES = 256
-    model = build_on_rank(world, path, {"mode": "ddp"}, None)
+    model = build_on_rank(world, path, {"mode": mode}, base)
     try:
         distributed.run_on_all_ranks(lambda: load_base_(model, path, world=world))
     except distributed.CheckpointError as error:
@@ -220,9 +220,24 @@ def test_a_tensor_that_one_rank_finds_damaged_ends_every_rank(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors["model.layers.1.mlp.down_proj.weight"][row, 5] = math.nan
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    messages = run_ranks(fail_on_one_rank, 4, tmp_path, timeout_s=120)
+    messages = run_ranks(fail_on_one_rank, 4, tmp_path, "ddp", None, timeout_s=120)
     assert len(set(messages)) == 1
     assert "model.layers.1.mlp.down_proj.weight holds NaN or infinity" in messages[0]
+
+
+def test_a_shard_that_one_rank_finds_damaged_ends_ranks_that_share_other_tensors(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    # Embeddings are in shards, and 4-bit weights, read after them, are shared.
+    base = make_model("qwen2", hidden_size=256, intermediate_size=512, num_key_value_heads=4)
+    for file in base.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-1, 0] = math.inf
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    messages = run_ranks(fail_on_one_rank, 2, tmp_path, "fsdp", "nf4", timeout_s=120)
+    assert len(set(messages)) == 1
+    assert "model.embed_tokens.weight holds NaN or infinity" in messages[0]
 
 
 def fail_without_file(world: World, path: Path, elsewhere: Path) -> str:
