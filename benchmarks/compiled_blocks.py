@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 
 from fctune.config.schema import RunConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import Architecture
 from fctune.models.attention import make_bounds
 from fctune.models.causal_lm import materialize_
@@ -90,19 +91,10 @@ def _is_product(node: Any) -> bool:
     return any(name in str(getattr(node.node, "python_kernel_name", "")) for name in ("mm", "_mkl", "mkldnn"))
 
 
-def count_compiled_block(config: RunConfig, architecture: Architecture, tokens: int) -> dict[str, float]:
-    """Return a block's graphs, and the kernels, products and bytes per token of a forward and backward pass.
-
-    A second pass over other conversations must add no graphs.
-    """
-    counter = Counter()
+@contextmanager
+def _counting(counter: Counter) -> Iterator[None]:
+    """Trace and lower by a counter whatever is compiled, on tensors without memory."""
     compiler = functools.partial(torch.compile, backend=counter.backend())
-    model = build_model(architecture, config.data.row_tokens, PrecisionPolicy.uniform(torch.bfloat16))
-    if config.adapter is not None:
-        apply_lora_(model, config.adapter)
-    apply_activation_checkpointing_(
-        model, config.activation_checkpointing, "cpu", config.activation_checkpointing.fraction or 0.0
-    )
     torch._dynamo.reset()
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -111,6 +103,47 @@ def count_compiled_block(config: RunConfig, architecture: Architecture, tokens: 
         stack.enter_context(
             mock.patch.object(Llama3ScaledRoPE, "apply_scaling", lambda self, frequencies, *_: frequencies)
         )
+        yield
+    torch._dynamo.reset()
+
+
+def count_compiled_layer(architecture: Architecture, adapter: AdapterConfig, tokens: int) -> dict[str, Any]:
+    """Return the graphs of a model's layers, and the counts of ``forward`` and ``backward`` of the first graph of each.
+
+    The layers run in their model, which computes positions and masks as for training. Bytes are per token; gradients
+    reach the input of the layer, as in all layers but the first.
+    """
+    counter = Counter()
+    model = build_model(architecture, tokens, PrecisionPolicy.uniform(torch.bfloat16))
+    apply_lora_(model, adapter)
+    with _counting(counter):
+        materialize_(model, torch.device("cpu"))
+        compile_blocks_(model)
+        model.train().token_keys.set_rows(torch.empty(1, dtype=torch.int64), tokens)
+        embedding = next(module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+        embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+        zeros = torch.zeros(1, tokens, dtype=torch.int64)
+        model.hidden_states(zeros, zeros, make_bounds([[tokens]], "per_document")).sum().backward()
+    graphs = [
+        {key: round(value / tokens) if "bytes" in key else value for key, value in graph.items()}
+        for graph in counter.graphs
+    ]
+    return {"graphs": len(graphs), "forward": graphs[0], "backward": graphs[-1]}
+
+
+def count_compiled_block(config: RunConfig, architecture: Architecture, tokens: int) -> dict[str, float]:
+    """Return a block's graphs, and the kernels, products and bytes per token of a forward and backward pass.
+
+    A second pass over other conversations must add no graphs.
+    """
+    counter = Counter()
+    model = build_model(architecture, config.data.row_tokens, PrecisionPolicy.uniform(torch.bfloat16))
+    if config.adapter is not None:
+        apply_lora_(model, config.adapter)
+    apply_activation_checkpointing_(
+        model, config.activation_checkpointing, "cpu", config.activation_checkpointing.fraction or 0.0
+    )
+    with _counting(counter):
         materialize_(model, torch.device("cpu"))
         compile_blocks_(model)
         model.train().token_keys.set_rows(torch.empty(1, dtype=torch.int64), tokens)
@@ -122,7 +155,6 @@ def count_compiled_block(config: RunConfig, architecture: Architecture, tokens: 
             out = block(hidden, mask=make_bounds([lengths], "per_document"), input_pos=positions)
             out.sum().backward()
             numbers.append(len(counter.graphs))
-    torch._dynamo.reset()
     total = {key: sum(graph[key] for graph in counter.graphs) for key in counter.graphs[0]}
     per_token: dict[str, Any] = {
         key: round(value / tokens) if "bytes" in key else value for key, value in total.items()

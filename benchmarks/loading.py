@@ -1,9 +1,10 @@
 """Measure the time and the memory of loading a base on several ranks, against transformers' from_pretrained.
 
-    python -m benchmarks.loading [--millions 600] [--ranks 1 2 4] [--repeats 3] [--out FILE]
+    python -m benchmarks.loading [--millions 600] [--ranks 1 2 4] [--repeats 3] [--mode fsdp] [--alone] [--out FILE]
 
 The base is a random mixture of experts (Qwen3's, bfloat16) that stores every expert by itself, in files of 500 MB. Each
-rank is a process with gloo, sharded by FSDP. Peak memory is the anonymous memory of a process (RssAnon) over that
+rank is a process with gloo, sharded by FSDP; with ``--mode ddp``, each holds everything, and ranks read it together
+unless ``--alone``. Peak memory is the anonymous memory of a process (RssAnon) over that
 before loading, sampled every 2 ms: pages of the mapped files, which the system may drop, are not in it. Files are
 read once before, so the disk is not measured. Medians over the repeats, of the slowest and largest rank.
 """
@@ -20,9 +21,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -77,7 +79,7 @@ def _anonymous_bytes() -> int:
     raise AssertionError("no RssAnon in /proc/self/status")
 
 
-def load_sharded(folder: Path) -> dict[str, float]:
+def load_sharded(folder: Path, mode: Literal["fsdp", "ddp"], is_alone: bool) -> dict[str, float]:
     """Load on this rank; returns seconds, and MiB of the shards, of the peak and read from the files."""
     from fctune.base.distributed import init_distributed, shutdown_distributed
     from fctune.config.sections.parallel import ParallelConfig
@@ -92,7 +94,7 @@ def load_sharded(folder: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     model = build_model(read_architecture(folder), 128, PrecisionPolicy.uniform(torch.bfloat16))
     hardware = Hardware("cpu", world.world_size, world.world_size)
-    config = ParallelConfig(mode="fsdp" if world.world_size > 1 else "auto")
+    config = ParallelConfig(mode=mode if world.world_size > 1 else "auto")
     layout = choose_parallel_layout(config, hardware, False, lambda _: None)  # type: ignore[arg-type, return-value]
     shard_(model, layout, config, hardware)
     num_read = 0
@@ -124,7 +126,7 @@ def load_sharded(folder: Path) -> dict[str, float]:
     with PeakMemory() as memory:
         started = time.perf_counter()
         materialize_(model, world.device)
-        load_base_(model, folder, CountingFile)
+        load_base_(model, folder, CountingFile, None if is_alone else world)
         seconds = time.perf_counter() - started
     held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() * p.element_size() for p in model.parameters())
     shutdown_distributed()
@@ -149,9 +151,9 @@ def _result(seconds: float, held: int, memory: PeakMemory, num_read: int) -> dic
     return {"seconds": seconds, "held_mib": held / MIB, "peak_mib": peak, "read_mib": num_read / MIB}
 
 
-def run_processes(folder: Path, num_ranks: int | None) -> dict[str, float]:
+def run_processes(folder: Path, num_ranks: int | None, options: Sequence[str]) -> dict[str, float]:
     """Load in new processes, one with transformers if ``num_ranks`` is None; returns the largest of each figure."""
-    command = [sys.executable, "-m", "benchmarks.loading", "--folder", str(folder)]
+    command = [sys.executable, "-m", "benchmarks.loading", "--folder", str(folder), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if num_ranks is None:
         commands = [(command, environment)]
@@ -180,13 +182,18 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=600)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--mode", choices=("fsdp", "ddp"), default="fsdp")
+    parser.add_argument("--alone", action="store_true", help="each rank reads what it holds, though others do, too")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder is not None:
-        load = load_sharded if "RANK" in os.environ else load_transformers
-        print(json.dumps(load(arguments.folder)))
+        if "RANK" in os.environ:
+            print(json.dumps(load_sharded(arguments.folder, arguments.mode, arguments.alone)))
+        else:
+            print(json.dumps(load_transformers(arguments.folder)))
         return
+    options = ["--mode", arguments.mode, *(["--alone"] if arguments.alone else [])]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_base(folder, arguments.millions)
@@ -195,7 +202,7 @@ def main() -> None:
         runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for _ in range(arguments.repeats):
             for way, num_ranks in ways.items():
-                runs[way].append(run_processes(folder, num_ranks))
+                runs[way].append(run_processes(folder, num_ranks, options))
     results = {
         way: {key: statistics.median(run[key] for run in found) for key in found[0]} for way, found in runs.items()
     }

@@ -155,10 +155,10 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
             sync = TrackedSync(model, gradient_sync.num_copies, gradient_sync.holds_gradients)
             with tracker:
                 for _ in range(2):  # the optimizer has its state from the second on
-                    step.train_step(
+                    step.launch_step(
                         *(model, state.optimizer, data, world, sync, SupervisedObjective()),
                         clip_grad_norm=config.clip_grad_norm,
-                    )
+                    ).read()
         snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
         return {getattr(kind, "value", str(kind)): int(size) for kind, size in snapshot.items()}
 

@@ -128,7 +128,7 @@ def _draw_weights_of_fctune() -> None:
     from fctune.models.lora import is_adapter
     from fctune.training import recipe, setup
 
-    def draw_base_(model: CausalLM, model_dir: object) -> None:
+    def draw_base_(model: CausalLM, model_dir: object, world: object = None) -> None:
         device = next(p.device for p in model.parameters() if p.device.type != "meta")
         for name, parameter in list(model.named_parameters()):
             if is_adapter(name) or is_scale(name):

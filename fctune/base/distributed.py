@@ -5,11 +5,12 @@ All ranks must take the same branches: errors and stop requests are exchanged he
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -280,6 +281,51 @@ def new_cpu_group() -> dist.ProcessGroup:
     """Create a gloo group of all ranks, for collectives in threads other than the training thread."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     return group
+
+
+@contextlib.contextmanager
+def equal_ranks_grouped(keys: Sequence[Hashable]) -> Iterator[list[dist.ProcessGroup | None]]:
+    """Create, for each position of ``keys``, the group of the ranks whose key there equals this rank's.
+
+    Every rank enters and exits it with as many keys; the groups are destroyed at the exit.
+
+    Yields:
+        The groups; None where no other rank has this rank's key.
+    """
+    world = tuple(range(dist.get_world_size()))
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {world: dist.GroupMember.WORLD}
+    ours: list[tuple[int, ...]] = []
+    for column, own in zip(zip(*all_gather_objects(tuple(keys)), strict=True), keys, strict=True):
+        for key in dict.fromkeys(column):
+            members = tuple(rank for rank in world if column[rank] == key)
+            if key == own:
+                ours.append(members)
+            # Every rank creates every group, in the same order.
+            if len(members) > 1 and members not in groups:
+                groups[members] = dist.new_group(list(members), _TIMEOUT)
+    try:
+        yield [groups[members] if len(members) > 1 else None for members in ours]
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the broadcasts are launched, perhaps not done
+        for members, group in groups.items():
+            if members != world and dist.get_rank() in members:
+                dist.destroy_process_group(group)
+
+
+def broadcast_parts_(parts: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> None:
+    """Fill contiguous tensors with those of one member of the group each, in place; every member calls it.
+
+    Args:
+        parts: Tensors of any dtype on the group's device, each with the index in the group of the rank that has it.
+        group: The ranks.
+    """
+    waits = [
+        dist.broadcast(part.view(-1).view(torch.uint8), group_src=source, group=group, async_op=True)
+        for part, source in parts
+    ]
+    for wait_ in waits:
+        wait_.wait()
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -95,7 +95,11 @@ _METADATA_KEYS = ("step", "epoch", "world_size", "parallel", "tokens_total", "ba
 
 @dataclass(slots=True)
 class TrainState:
-    """Everything that a training step changes; all of it but ``gradient_sync`` is saved in a checkpoint."""
+    """Everything that a training step changes; all of it but ``gradient_sync`` and ``settle`` is saved in a checkpoint.
+
+    ``settle`` waits for the results of steps that the device still computes and writes their metrics; it raises an
+    error if one ends the run. The loop sets it.
+    """
 
     model: CausalLM
     optimizer: Optimizer
@@ -105,6 +109,7 @@ class TrainState:
     num_tokens: int = 0  # without padding, over all ranks, since the run began
     best: dict[str, Any] | None = None  # step and accuracy of the best evaluation, evaluations since
     timers: RunTimers = field(default_factory=RunTimers)
+    settle: Callable[[], None] = lambda: None
 
 
 class DataCursor(Protocol):
@@ -132,7 +137,11 @@ class Checkpointer:
         self.state, self.weights, self.data, self.facts, self.world = state, weights, data, facts, world
 
     def collect(self) -> dict[str, Tensor]:
-        """Return the live tensors to save: weights, optimizer state and this rank's random generators."""
+        """Return the live tensors to save: weights, optimizer state and this rank's random generators.
+
+        A step whose results are not known yet is settled first, so that no checkpoint is of a step that ends the run.
+        """
+        self.state.settle()
         return collect_tensors(self.state.model, self.state.optimizer) | collect_rng(self.world.rank)
 
     def describe(self) -> dict[str, Any]:

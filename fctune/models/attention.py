@@ -15,12 +15,14 @@ import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from fctune.base.errors import ConfigError, one_line
 from fctune.models.context_exchange import WHOLE_ROWS, ContextGroup, count_repeats, to_heads, to_tokens
 from fctune.models.document_attention import attend_per_document, pad_to_tile
 
@@ -28,6 +30,9 @@ AttentionKernel = Literal["varlen", "flex", "per_document"]
 MakeBounds = Callable[[Sequence[Sequence[int]]], "DocumentBounds"]
 
 _FLEX_BLOCK = 128  # tokens of a block of flex attention's masks: torch's default
+
+# Package of FlashAttention 3.
+_FLASH_3 = "flash_attn_interface"
 
 # Largest head of flash attention.
 _MAX_FLASH_HEAD = 256
@@ -110,6 +115,33 @@ def choose_attention_kernel(
     if dtype is not torch.float64 and capability >= (7, 5) and head_dim >= 16:
         return "flex", "flex attention with a block mask"
     return "per_document", "one call per conversation"
+
+
+def activate_flash_attention_3(capability: tuple[int, int] | None) -> bool:
+    """Make torch's flash attention, varlen included, that of FlashAttention 3, where it can be.
+
+    That takes a GPU of Hopper, the package ``flash_attn_interface``, whose wheels are not on PyPI, and a torch that
+    takes it over.
+
+    Returns:
+        True if it is active now.
+
+    Raises:
+        ConfigError: The package is installed and cannot be used.
+    """
+    from torch.nn import attention
+
+    activate = getattr(attention, "activate_flash_attention_impl", None)
+    if capability is None or capability[0] != 9 or activate is None or find_spec(_FLASH_3) is None:
+        return False
+    try:
+        activate("FA3")
+    except (ImportError, RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"{_FLASH_3} is installed, but torch {torch.__version__} cannot use it ({one_line(error, 200)}). Install "
+            "one that was built for this torch, or uninstall it to train with torch's own flash attention."
+        ) from None
+    return True
 
 
 def attend(

@@ -194,6 +194,11 @@ def rows_of_shard(parameter: Tensor) -> slice:
     return slice(offset[0], offset[0] + shape[0])
 
 
+def find_weight_device(model: nn.Module) -> torch.device:
+    """Return the device of a model's weights; its 4-bit ones may not have memory yet."""
+    return next((p.device for p in model.parameters() if not is_nf4(p)), torch.device("cpu"))
+
+
 @torch.no_grad()
 def copy_rows_(model: nn.Module, name: str, rows: Tensor) -> None:
     """Copy the rows given by ``rows_of_shard`` into a parameter, in place, quantising them to its storage."""
@@ -205,8 +210,7 @@ def copy_rows_(model: nn.Module, name: str, rows: Tensor) -> None:
         from fctune.models import nf4
 
         # ``Module.to_empty`` leaves the parts of an NF4 tensor on the meta device, so its memory is allocated here.
-        device = next((p.device for p in model.parameters() if not is_nf4(p)), rows.device)
-        full = nf4.to_nf4(rows.to(device, local.dtype), local.block_size, local.scaler_block_size)
+        full = nf4.to_nf4(rows.to(find_weight_device(model), local.dtype), local.block_size, local.scaler_block_size)
         setattr(owner, leaf, nn.Parameter(nf4.shard_like(full, parameter), requires_grad=False))
     elif local.dtype is FLOAT8:
         scale = owner.weight_scale

@@ -47,6 +47,13 @@ class Source(ABC):
     def leaves(self) -> Iterator[Leaf]:
         """Iterate over the tensors, as an export stores them, that this one is made of."""
 
+    @abstractmethod
+    def step_along(self, dim: int) -> int:
+        """Return a number of indices along a dim, counted from 0, that no stored number is read for twice.
+
+        Regions that are cut at its multiples can be read one by one, at the cost of reading the tensor once.
+        """
+
     def read(self, reader: TensorReader, dtype: torch.dtype | None = None) -> Tensor:
         """Return the complete tensor, by default in the stored dtype."""
         out = torch.empty(self.shape, dtype=dtype or self.dtype)
@@ -94,6 +101,10 @@ class Stored(Leaf):
         """Read the region from the file; see ``Source.read_``."""
         out.copy_(reader.read(self.header, offsets, out.shape))
 
+    def step_along(self, dim: int) -> int:
+        """Return 1: any region is read alone."""
+        return 1
+
     def headers(self) -> Sequence[TensorHeader]:
         """Return the header of the stored tensor, the only one read."""
         return (self.header,)
@@ -121,6 +132,12 @@ class Stack(Source):
         rest = [*offsets[: self.dim], *offsets[self.dim + 1 :]]
         for i in range(part.shape[self.dim]):
             yield from self.parts[offsets[self.dim] + i].split(part.select(self.dim, i), rest)
+
+    def step_along(self, dim: int) -> int:
+        """Return 1 along the new dim, else the parts' step; see ``Source.step_along``."""
+        if dim == self.dim:
+            return 1
+        return math.lcm(*{part.step_along(dim - (dim > self.dim)) for part in self.parts})
 
     def leaves(self) -> Iterator[Leaf]:
         """Yield the leaves of every part."""
@@ -156,6 +173,13 @@ class Concatenation(Source):
         for part in self.parts:
             yield from part.leaves()
 
+    def step_along(self, dim: int) -> int:
+        """Return a step that suits all parts; see ``Source.step_along``."""
+        step = math.lcm(*{part.step_along(dim) for part in self.parts})
+        if dim == self.dim and any(part.shape[dim] % step for part in self.parts):
+            return self.shape[dim]
+        return step
+
     def _overlaps(self, region: Tensor, offsets: Offsets) -> Iterator[tuple[Source, list[int], Tensor]]:
         first = offsets[self.dim]
         last, start = first + region.shape[self.dim], 0
@@ -188,6 +212,11 @@ class Narrowed(Source):
         """Iterate over those of the tensor."""
         yield from self.source.leaves()
 
+    def step_along(self, dim: int) -> int:
+        """Return the tensor's step, if the range starts at a multiple of it; see ``Source.step_along``."""
+        step = self.source.step_along(dim)
+        return self.shape[dim] if dim == self.dim and self.start % step else step
+
     def _shifted(self, offsets: Offsets) -> list[int]:
         return [*offsets[: self.dim], offsets[self.dim] + self.start, *offsets[self.dim + 1 :]]
 
@@ -211,6 +240,11 @@ class Transposed(Source):
     def leaves(self) -> Iterator[Leaf]:
         """Iterate over those of the tensor."""
         yield from self.source.leaves()
+
+    def step_along(self, dim: int) -> int:
+        """Return the tensor's step along the swapped dim; see ``Source.step_along``."""
+        first, second = self.dims
+        return self.source.step_along({first: second, second: first}.get(dim, dim))
 
     def _swapped(self, sizes: Sequence[int]) -> list[int]:
         swapped = list(sizes)
@@ -240,6 +274,10 @@ class Reindexed(Source):
         original = torch.empty(part.numel(), dtype=part.dtype, device=part.device)
         original[index.flatten()] = part.flatten()
         yield from self.source.split(original.view(self.source.shape), (0,) * len(self.source.shape))
+
+    def step_along(self, dim: int) -> int:
+        """Return the size: any region takes reading everything."""
+        return self.shape[dim]
 
     def leaves(self) -> Iterator[Leaf]:
         """Iterate over those of the tensor."""
@@ -277,6 +315,10 @@ class Dequantized(Leaf):
             region = out.narrow(0, start - offsets[0], stop - start)
             region.copy_(_region(self.function(parts, out.dtype), (start - first * size, *offsets[1:]), region.shape))
             start = stop
+
+    def step_along(self, dim: int) -> int:
+        """Return the size of a group; see ``Source.step_along``."""
+        return self.shape[dim] // (self.num_groups if dim == 0 else 1)
 
     def headers(self) -> Sequence[TensorHeader]:
         """The quantised tensor and its scales."""

@@ -86,7 +86,7 @@ class SpanTimer:
     def __init__(self, device: torch.device):
         self._is_cuda = device.type == "cuda"
         self._begin: Any = None
-        self._end: Any = None
+        self._spans: deque[tuple[Any, Any]] = deque()  # that have not settled
         self.last_s = math.nan
 
     def start(self) -> None:
@@ -95,12 +95,12 @@ class SpanTimer:
 
     def stop(self) -> None:
         """Mark the end of the span; ``settle`` reads its length."""
-        self._end = self._now()
+        self._spans.append((self._begin, self._now()))
 
     def settle(self) -> None:
-        """Read the span's length into ``last_s``; call it after the host has waited for work that followed the span."""
-        span = self._begin.elapsed_time(self._end) / 1000 if self._is_cuda else self._end - self._begin
-        self.last_s = float(span)
+        """Read the oldest span's length into ``last_s``; call it once the host has waited for work that followed it."""
+        begin, end = self._spans.popleft()
+        self.last_s = float(begin.elapsed_time(end) / 1000 if self._is_cuda else end - begin)
 
     def _now(self) -> Any:
         if not self._is_cuda:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,7 +29,14 @@ from fctune.training.callbacks.base import Callback
 from fctune.training.meter import Meter
 from fctune.training.objective import Objective, SupervisedObjective
 from fctune.training.prefetch import Prefetcher, StepData, StepSource
-from fctune.training.step import StepResult, evaluate_objective, train_step
+from fctune.training.step import (
+    LaunchedStep,
+    StepResult,
+    UpdateGuard,
+    can_skip_on_device,
+    evaluate_objective,
+    launch_step,
+)
 
 logger = logging.getLogger("fctune")
 
@@ -97,6 +108,8 @@ def train(
     gpu_hours: float = 0.0,
     objective: Objective | None = None,
     source: StepSource | None = None,
+    *,
+    runs_ahead: bool | None = None,
 ) -> None:
     """Train from ``state.step`` to ``num_steps``, in place, or until a callback ends training.
 
@@ -112,6 +125,8 @@ def train(
         gpu_hours: GPU-hours of the run before this process started.
         objective: Computes the loss; None is that of supervised tokens.
         source: Where the data of the steps comes from; None prefetches the loader's.
+        runs_ahead: Start each step before the results of the one before are known, which takes an optimizer that
+            ``can_skip_on_device``. None: on CUDA devices, where the data does not depend on the policy.
 
     Raises:
         NonFiniteError: A step was not finite and ``on_nonfinite`` is stop.
@@ -119,37 +134,131 @@ def train(
     objective = objective or SupervisedObjective()
     state.model.train()
     state.timers.start(num_steps, distributed.run_on_rank_0(time.monotonic))
-    num_nonfinite = 0  # in a row
+    if runs_ahead is None:
+        runs_ahead = _can_run_ahead(config, state, world)
+    guard = UpdateGuard(_max_nonfinite(config), world.device) if runs_ahead else None
     if source is None:
         assert loader is not None
         model = state.model
         shape = model.make_bounds, num_steps, model.context_group, model.row_cost
         source = Prefetcher(loader, world, config.micro_batch_packs, *shape)
     with source, Meter(config, state.model, world, gpu_hours) as meter:
+        steps = _StepsUnderWay(config, state, meter, sinks, callbacks)
         while state.step < num_steps:
             started = time.perf_counter()
             data = source.take(state.step + 1)
             step, is_last, wait_s = data.step.step, data.step.step == num_steps, time.perf_counter() - started
             lr = float(state.scheduler.get_last_lr()[0])
-            result = _take_step(config, state, data, world, objective, callbacks, meter)
-            elapsed_s = time.perf_counter() - started
-            costs = {name: seconds for callback in callbacks for name, seconds in callback.step_costs().items()}
-            metrics = meter.measure(data, result, lr, wait_s, elapsed_s, costs) | dict(data.metrics)
+            launched = _take_step(config, state, data, world, objective, callbacks, meter, guard, steps.settle)
+            taken = _Taken(launched, data, lr, wait_s, started)
+            if guard is None:
+                steps.read_(taken)
+            taken.costs = {name: seconds for callback in callbacks for name, seconds in callback.step_costs().items()}
             if loader is not None and _is_validation_due(config, loader.prepared, state, is_last):
                 started = time.perf_counter()
-                metrics |= validate(config, state.model, objective, loader.prepared, world)
-                metrics["validation_time_s"] = time.perf_counter() - started
+                taken.metrics |= validate(config, state.model, objective, loader.prepared, world)
+                taken.metrics["validation_time_s"] = time.perf_counter() - started
             for callback in callbacks:
-                metrics |= callback.measure(step, is_last)
+                taken.metrics |= callback.measure(step, is_last)
             if config.compile:
-                metrics["compiled_graphs"] = count_graphs()
-            sinks.write(metrics)
-            num_nonfinite = 0 if result.is_applied else num_nonfinite + 1
-            if num_nonfinite:
-                _check_nonfinite(config, step, result, num_nonfinite)
+                taken.metrics["compiled_graphs"] = count_graphs()
+            steps.add(taken)
+            if guard is None or is_last:
+                steps.settle()
             should_stop = [callback.on_step_end(step, is_last) for callback in callbacks]
             if any(should_stop):
                 break
+        steps.settle()
+
+
+def _can_run_ahead(config: RunConfig, state: TrainState, world: World) -> bool:
+    """Return whether the host need not wait for a step's results before it starts the next one."""
+    is_offloaded = config.parallel.cpu_offload
+    is_cuda = world.device.type == "cuda"
+    # Rollouts are of the policy after each update, and take so long that nothing is gained.
+    return is_cuda and not is_offloaded and config.grpo is None and can_skip_on_device(state.optimizer)
+
+
+def _max_nonfinite(config: RunConfig) -> int:
+    """Return how many steps in a row that are not finite end the run."""
+    return config.max_nonfinite if config.on_nonfinite == "skip" else 1
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A step that was launched, and what is known of it without its results.
+
+    Attributes:
+        launched: The step.
+        data: Its data.
+        lr: Learning rate of its update.
+        wait_s: Wait for the data.
+        started: ``time.perf_counter`` when its data was requested.
+        costs: Seconds spent by callbacks, by metric.
+        metrics: Validation and what callbacks measured.
+        result: Its results, once they were read.
+        elapsed_s: Seconds that it took, known from then on.
+    """
+
+    launched: LaunchedStep
+    data: StepData
+    lr: float
+    wait_s: float
+    started: float
+    costs: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    result: StepResult | None = None
+    elapsed_s: float = 0.0
+
+
+class _StepsUnderWay:
+    """Steps whose metrics are not written yet, in order; at most one when the next is launched.
+
+    Sets ``state.settle``. Every rank settles at the same points.
+    """
+
+    def __init__(
+        self, config: RunConfig, state: TrainState, meter: Meter, sinks: SinkGroup, callbacks: Sequence[Callback]
+    ):
+        self._config, self._state, self._meter, self._sinks, self._callbacks = config, state, meter, sinks, callbacks
+        self._steps: deque[_Taken] = deque()
+        self._num_nonfinite = 0  # in a row
+        self._read_at = 0.0  # when the newest results were known
+        state.settle = self.settle
+
+    def add(self, taken: _Taken) -> None:
+        """Add a step that is complete but for its results."""
+        self._steps.append(taken)
+
+    def read_(self, taken: _Taken) -> StepResult:
+        """Wait for the results of a step unless they were read, and set the training time, in place."""
+        if taken.result is None:
+            taken.result = taken.launched.read()
+            now = time.perf_counter()
+            # A step that was launched while the device computed the one before began when that one ended.
+            taken.elapsed_s = now - max(taken.started, self._read_at)
+            self._read_at = now
+            self._state.timers.advance(taken.result.rank_0_s)
+        return taken.result
+
+    def settle(self) -> None:
+        """Wait for the results of all steps and write their metrics.
+
+        Raises:
+            NonFiniteError: A step was not finite and ends the run.
+        """
+        while self._steps:
+            taken = self._steps.popleft()
+            step = taken.data.step.step
+            with ExitStack() as waits:
+                for callback in self._callbacks:
+                    waits.enter_context(callback.waiting(step))
+                result = self.read_(taken)
+            measured = self._meter.measure(taken.data, result, taken.lr, taken.wait_s, taken.elapsed_s, taken.costs)
+            self._sinks.write(measured | dict(taken.data.metrics) | taken.metrics)
+            self._num_nonfinite = 0 if result.is_applied else self._num_nonfinite + 1
+            if self._num_nonfinite:
+                _check_nonfinite(self._config, step, result, self._num_nonfinite)
 
 
 def _take_step(
@@ -160,8 +269,13 @@ def _take_step(
     objective: Objective,
     callbacks: Sequence[Callback],
     meter: Meter,
-) -> StepResult:
-    """Take an optimizer step between its hooks, and advance the schedule and the counters, in place."""
+    guard: UpdateGuard | None,
+    settle_earlier: Callable[[], None],
+) -> LaunchedStep:
+    """Take an optimizer step between its hooks, and advance the schedule and the counters, in place.
+
+    What was launched before is settled while the device computes the step.
+    """
     step = data.step.step
     for callback in callbacks:
         callback.on_step_start(step)
@@ -173,7 +287,7 @@ def _take_step(
             callback.before_optimizer_update(step)
 
     with meter.profile(step):
-        result = train_step(
+        launched = launch_step(
             state.model,
             state.optimizer,
             data,
@@ -183,14 +297,15 @@ def _take_step(
             clip_grad_norm=config.clip_grad_norm,
             clock=meter.clock,
             before_update=before_update,
+            guard=guard,
         )
+    settle_earlier()
     for callback in callbacks:
         callback.after_optimizer_update(step)
     state.scheduler.step()
     state.step = step
-    state.num_tokens += result.num_tokens
-    state.timers.advance(result.rank_0_s)
-    return result
+    state.num_tokens += data.totals.num_tokens
+    return launched
 
 
 def validate(
@@ -213,7 +328,7 @@ def _is_validation_due(config: RunConfig, prepared: PreparedSet, state: TrainSta
 
 
 def _check_nonfinite(config: RunConfig, step: int, result: StepResult, num_in_row: int) -> None:
-    if config.on_nonfinite == "skip" and num_in_row < config.max_nonfinite:
+    if num_in_row < _max_nonfinite(config):
         return
     remedy = "set on_nonfinite=skip to skip such steps"
     if config.on_nonfinite == "skip":

@@ -47,7 +47,7 @@ from fctune.data.prepared_set import (
 )
 from fctune.data.row_lengths import measure_lengths
 from fctune.models.architecture import ALL_LINEAR
-from fctune.models.attention import choose_attention_kernel
+from fctune.models.attention import activate_flash_attention_3, choose_attention_kernel
 from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, describe_adapters, find_frozen_experts
@@ -209,6 +209,8 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
         kernel, description = choose_attention_kernel(
             device.type, precision.compute_dtype, architecture.head_dim, capability
         )
+        if kernel == "varlen" and activate_flash_attention_3(capability):
+            description += ", by FlashAttention 3"
         model = build_model(architecture, config.data.row_tokens, precision, kernel)
         model.balance_routers_(config.model.router_aux_loss)
         return model, description
@@ -417,7 +419,7 @@ def shard_and_load_(
     layout = layout or plan_parallelism(model, config, world)
     gradient_sync = shard_(model, layout, config.parallel, _describe_hardware(world))
     materialize_(model, world.device, config.parallel.cpu_offload)
-    distributed.run_on_all_ranks(lambda: load_base_(model, model_dir))
+    distributed.run_on_all_ranks(lambda: load_base_(model, model_dir, world=world))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters())
     logger.info(

@@ -24,6 +24,8 @@ from fctune.runs.metrics import SpanTimer
 from fctune.training.objective import Objective
 from fctune.training.prefetch import StepData, make_inputs
 
+_NUM_CHECKED = 3  # first numbers of a rank's results: loss, norm, and the routers' loss
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -36,8 +38,8 @@ class StepResult:
         num_tokens: Tokens without padding.
         num_supervised: Tokens with a label.
         num_slots: Positions computed, including padding.
-        compute_s: Seconds of forward and backward on each rank in the previous step; this step's are not known yet
-            when the ranks exchange their results.
+        compute_s: Seconds of forward and backward on each rank in the last step whose results were known when the
+            ranks exchanged those of this one.
         router_aux_loss: Load-balancing loss of the routers, without its coefficient; None if the run has none.
         rank_0_s: Rank 0's ``time.monotonic`` at the exchange, so that all ranks can decide by one clock.
         is_applied: False if the loss or norm was not finite, so that no weight changed.
@@ -55,7 +57,74 @@ class StepResult:
     is_applied: bool
 
 
-def train_step(
+class UpdateGuard:
+    """Decides on the device whether the update of a step is applied, so that the host need not wait for its results.
+
+    After ``limit`` steps in a row that were not finite, no update is applied any more: the host, which may have started
+    the next step by then, finds the weights from before.
+
+    Args:
+        limit: Steps in a row that end the run.
+        device: Device of the results.
+    """
+
+    def __init__(self, limit: int, device: torch.device):
+        self._limit = limit
+        self._num_in_row = torch.zeros((), device=device)
+
+    def skip(self, rows: Tensor) -> Tensor:
+        """Return 1.0 if the update is to be skipped, else 0.0, a scalar on the device.
+
+        Args:
+            rows: Exchanged results of the step, which begin with the numbers that must be finite.
+        """
+        is_bad = _is_bad(rows).to(self._num_in_row.dtype)
+        is_ended = self._num_in_row >= self._limit
+        self._num_in_row = torch.where(is_ended, self._num_in_row, (self._num_in_row + is_bad) * is_bad)
+        return torch.maximum(is_bad, is_ended.to(is_bad.dtype))
+
+
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer skips its update, state and all, where a tensor ``found_inf`` on the device is 1.
+
+    torch's fused optimizers do, for ``torch.amp.GradScaler``.
+    """
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+class LaunchedStep:
+    """A step that was launched, whose results the device may not have computed yet.
+
+    Args:
+        rows: Results of all ranks, on the device or, where they are known, as numbers.
+        clock: Timer, one of whose spans is this step's.
+        describe: Turns the numbers into the step's result.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor | list[list[float]],
+        clock: SpanTimer,
+        describe: Callable[[list[list[float]]], StepResult],
+    ):
+        self._clock, self._describe = clock, describe
+        self._rows, self._copied = rows, None
+        if isinstance(rows, Tensor) and rows.device.type == "cuda":
+            self._rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+            copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            self._copied = copied
+
+    def read(self) -> StepResult:
+        """Wait for the results and return them; call it once."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._clock.settle()
+        return self._describe(self._rows.tolist() if isinstance(self._rows, Tensor) else self._rows)
+
+
+def launch_step(
     model: CausalLM,
     optimizer: Optimizer,
     data: StepData,
@@ -66,7 +135,8 @@ def train_step(
     clip_grad_norm: float | None,
     clock: SpanTimer | None = None,
     before_update: Callable[[], None] = lambda: None,
-) -> StepResult:
+    guard: UpdateGuard | None = None,
+) -> LaunchedStep:
     """Accumulate gradients over this rank's micro-batches, reduce them over ranks, clip and update.
 
     The loss is one mean over the global step, such as the weighted mean over all of its supervised tokens, to which
@@ -74,7 +144,8 @@ def train_step(
     no rescaling. Gradients are averaged over ranks, hence the factor ``world_size``. A mixture of experts may add the
     load-balancing loss of the global batch, which is not part of the loss that is returned.
 
-    The host waits for the device once, for the numbers that are logged and that decide whether the update is applied.
+    The host waits for the device once, for the numbers that are logged and that decide whether the update is applied;
+    with a guard, it does not wait until the results are read.
 
     Args:
         model: Model to train, in place.
@@ -85,7 +156,8 @@ def train_step(
         objective: Computes the loss.
         clip_grad_norm: Largest total norm; None does not clip.
         clock: Times forward and backward.
-        before_update: Called when the gradients are ready and the weights are about to change.
+        before_update: Called when the gradients are ready, or under way, and the weights are about to change.
+        guard: Decides about the update on the device; the optimizer must have ``can_skip_on_device``.
     """
     totals, clock = data.totals, clock or SpanTimer(world.device)
     optimizer.zero_grad(set_to_none=True)
@@ -99,29 +171,45 @@ def train_step(
     num_slots = sum(inputs.tokens.numel() for inputs in data.inputs)
     loss_sum = measured.loss
     aux_sum = loss_sum.new_zeros(()) if balance is None or balance.value is None else balance.value
-    rows = _exchange(
-        torch.cat([torch.stack([loss_sum, norm.to(loss_sum), aux_sum]), measured.metrics]),
-        [num_slots, clock.last_s, time.monotonic()],
-        world,
-    )
-    clock.settle()
-    grad_norm = rows[0][1]
-    is_finite = all(math.isfinite(value) for row in rows for value in row[:3])
+    computed = torch.cat([torch.stack([loss_sum, norm.to(loss_sum), aux_sum]), measured.metrics])
+    known = [num_slots, clock.last_s, time.monotonic()]
+
+    def describe(rows: list[list[float]]) -> StepResult:
+        return StepResult(
+            loss=sum(row[0] for row in rows),
+            metrics=measured.combine([row[_NUM_CHECKED:] for row in rows]),
+            grad_norm=rows[0][1],
+            num_tokens=totals.num_tokens,
+            num_supervised=totals.num_supervised,
+            num_slots=int(sum(row[-3] for row in rows)),
+            compute_s=tuple(row[-2] for row in rows),
+            router_aux_loss=None if balance is None else sum(row[2] for row in rows),
+            rank_0_s=rows[0][-1],
+            is_applied=_is_finite(rows),
+        )
+
+    if guard is None:
+        numbers = _exchange(computed, known, world)
+        before_update()
+        if _is_finite(numbers):
+            optimizer.step()
+        return LaunchedStep(numbers, clock, describe)
+    rows = _gather(computed, known, world)
     before_update()
-    if is_finite:
-        optimizer.step()
-    return StepResult(
-        loss=sum(row[0] for row in rows),
-        metrics=measured.combine([row[3:] for row in rows]),
-        grad_norm=grad_norm,
-        num_tokens=totals.num_tokens,
-        num_supervised=totals.num_supervised,
-        num_slots=int(sum(row[-3] for row in rows)),
-        compute_s=tuple(row[-2] for row in rows),
-        router_aux_loss=None if balance is None else sum(row[2] for row in rows),
-        rank_0_s=rows[0][-1],
-        is_applied=is_finite,
-    )
+    scaled: Any = optimizer
+    scaled.found_inf = guard.skip(rows)
+    optimizer.step()
+    del scaled.found_inf
+    return LaunchedStep(rows, clock, describe)
+
+
+def _is_finite(rows: Sequence[Sequence[float]]) -> bool:
+    return all(math.isfinite(value) for row in rows for value in row[:_NUM_CHECKED])
+
+
+def _is_bad(rows: Tensor) -> Tensor:
+    """Return whether a step is not finite, as ``_is_finite`` decides it on the host."""
+    return torch.isfinite(rows[:, :_NUM_CHECKED]).logical_not().any()
 
 
 class _Measured:
@@ -209,11 +297,16 @@ def evaluate_objective(
 
 
 def _exchange(measured: Tensor, known: Sequence[float], world: World) -> list[list[float]]:
-    """Gather every rank's numbers: those on the device first, then those on the host. Waits for the device."""
+    """Return what ``_gather`` does as numbers; waits for the device."""
+    rows: list[list[float]] = _gather(measured, known, world).tolist()
+    return rows
+
+
+def _gather(measured: Tensor, known: Sequence[float], world: World) -> Tensor:
+    """Gather every rank's numbers, ``[world_size, n]``: those on the device first, then those on the host."""
     host = torch.tensor(known, dtype=measured.dtype, pin_memory=world.device.type == "cuda")
     row = torch.cat([measured, host.to(world.device, non_blocking=True)])
-    rows: list[list[float]] = distributed.all_gather_rows(row).tolist()
-    return rows
+    return distributed.all_gather_rows(row)
 
 
 @torch.no_grad()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.compiled_blocks import count_compiled_block
+from benchmarks.compiled_blocks import count_compiled_block, count_compiled_layer
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.run_config import load_run_config
 from fctune.models.sources import read_architecture
 from tests.conftest import ROOT
@@ -19,3 +20,12 @@ def test_a_compiled_block_has_the_products_of_its_linears_and_two_graphs() -> No
     assert counts["products"] == 3 * LINEARS  # forward, gradient of the input and of the weight
     assert counts["graphs"] == counts["graphs after other conversations"] == 2
     assert counts["kernel bytes"] > 0 < counts["kernels"] < 3 * LINEARS
+
+
+@pytest.mark.slow
+def test_a_layer_with_adapters_has_a_product_for_each_b_and_one_for_the_a_of_each_input() -> None:
+    architecture = read_architecture(ROOT / "fctune" / "assets" / "tiny_base")
+    counts = count_compiled_layer(architecture, AdapterConfig(rank=4, alpha=8, dropout=0.0, modules="all-linear"), 64)
+    inputs = 4  # of queries, keys and values; of the attention's output; of gate and up; of down
+    assert counts["forward"]["products"] == LINEARS + inputs + LINEARS
+    assert counts["graphs"] == 2

@@ -34,9 +34,11 @@ from fctune.models.sources import build_model, read_architecture
 from fctune.runs.device import DeviceSampler, read_device
 from fctune.runs.metrics import active_memory_gib, peak_memory_gib
 from fctune.runs.sinks import SinkGroup
+from fctune.training import loop
 from fctune.training.callbacks.base import Callback
 from fctune.training.loop import build_loader, train
 from fctune.training.setup import start_state
+from fctune.training.step import LaunchedStep
 from tests.apps.acceptance.harness import run as run_acceptance
 from tests.conftest import TINY_BASE
 from tests.models.model_samples import load_reference
@@ -119,6 +121,36 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     one, other = (load_file(f / "run" / "export" / "adapter" / "adapter_model.safetensors") for f in (whole, rest))
     for name, weight in one.items():
         torch.testing.assert_close(other[name], weight, rtol=1e-3, atol=1e-6)
+
+
+def train_without_waits(world: World, config: RunConfig, path: Path) -> None:
+    """Train in which CUDA raises an error wherever the host waits while a step is launched, after the first ones."""
+    model, gradient_sync = build_trainable(config, world)
+    state, loader = start_state(model, config, 6, gradient_sync), build_loader(config, open_prepared(path))
+    launch, num_steps = loop.launch_step, 0
+
+    def launch_step(*arguments: Any, **options: Any) -> LaunchedStep:
+        nonlocal num_steps
+        num_steps += 1
+        assert options["guard"] is not None
+        torch.cuda.set_sync_debug_mode("error" if num_steps > 2 else "default")  # the first ones allocate
+        try:
+            return launch(*arguments, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    loop.launch_step = launch_step
+    train(config, state, loader, 6, world, SinkGroup())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_the_host_waits_nowhere_in_a_step(mode: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
+    optimizer = {"_component_": "torch.optim.AdamW", "lr": 1e-3, "fused": True}
+    changes = {"precision": "bf16", "optimizer": optimizer, "validation": {"every": 0}, "parallel": {"mode": mode}}
+    config = make_config(make_model(), tmp_path, data={"packed": True}, **changes)
+    path = prepare(config.data, Path(config.model.path), tmp_path / "prepared").path
+    run_ranks(train_without_waits, torch.cuda.device_count(), config, path)
 
 
 @pytest.mark.gpu

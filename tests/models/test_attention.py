@@ -6,7 +6,8 @@ import itertools
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fctune.models.attention import attend, choose_attention_kernel, make_bounds
+from fctune.base.errors import ConfigError
+from fctune.models.attention import activate_flash_attention_3, attend, choose_attention_kernel, make_bounds
 from fctune.models.document_attention import attend_per_document
 
 LENGTHS = [[5, 40, 19], [33, 31]]
@@ -275,6 +277,52 @@ def test_the_fastest_available_kernel_is_chosen(
     chosen, name = choose_attention_kernel(device, dtype, head_dim, capability)
     assert chosen == kernel
     assert name
+
+
+@pytest.fixture
+def flash_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Install a package of FlashAttention 3, of which torch imports the operators."""
+    from torch.nn.attention import restore_flash_attention_impl
+
+    def install(source: str) -> None:
+        (tmp_path / "flash_attn_interface.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield install
+    sys.modules.pop("flash_attn_interface", None)
+    restore_flash_attention_impl(_raise_warn=False)
+
+
+FLASH_3 = """
+import torch
+library = torch.library.Library("flash_attn_3", "DEF")
+library.define("fwd(Tensor q) -> Tensor")
+library.define("bwd(Tensor q) -> Tensor")
+"""
+
+
+def test_flash_attention_3_is_used_on_hopper_where_its_package_is(flash_3: Callable[[str], None]) -> None:
+    from torch.nn.attention import current_flash_attention_impl
+
+    assert not activate_flash_attention_3((9, 0))
+    flash_3(FLASH_3)
+    for capability in (None, (8, 0), (10, 0)):
+        assert not activate_flash_attention_3(capability)
+        assert current_flash_attention_impl() is None
+    assert activate_flash_attention_3((9, 0))
+    assert current_flash_attention_impl() == "FA3"
+    assert activate_flash_attention_3((9, 0))  # of the next run in this process
+
+
+@pytest.mark.parametrize("source", ["import a_library_of_another_torch", "", "raise OSError('undefined symbol')"])
+def test_a_package_of_flash_attention_3_that_does_not_load_is_named(
+    source: str, flash_3: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.ops, "flash_attn_3", raising=False)
+    flash_3(source)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", object(), raising=False)
+    with pytest.raises(ConfigError, match="flash_attn_interface is installed, but torch"):
+        activate_flash_attention_3((9, 0))
 
 
 def test_bounds_of_rows_of_one_length_have_one_shape_and_limit() -> None:

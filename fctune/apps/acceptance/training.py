@@ -36,7 +36,7 @@ from fctune.training.meter import count_flops
 from fctune.training.objective import SupervisedObjective
 from fctune.training.prefetch import StepData, make_inputs
 from fctune.training.setup import build_base, plan_parallelism, start_state
-from fctune.training.step import train_step
+from fctune.training.step import launch_step
 
 
 def load_run(config: TrainingConfig, folder: Path) -> tuple[RunConfig, Path]:
@@ -132,10 +132,10 @@ def measure_steps(
         session.enter(f"training step {step + 1}", session.limits.build_s if not step else None)
         started = time.perf_counter()
         faults.delay("slow_compute")
-        result = train_step(
+        result = launch_step(
             *(state.model, state.optimizer, data, world, state.gradient_sync, SupervisedObjective()),
             clip_grad_norm=run.clip_grad_norm,
-        )
+        ).read()
         sample["losses"].append(result.loss if math.isfinite(result.loss) else None)
         if step >= config.warmup:
             sample["seconds"].append(float(f"{time.perf_counter() - started:.5g}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fctune.base.errors import ConfigError
@@ -45,7 +46,11 @@ class Callback:
     3. ``after_optimizer_update``: weights have changed, unless the step was not finite.
     4. ``step_costs``: the step's own metrics are being computed.
     5. ``measure``: the loop has added the validation loss, if it is due.
-    6. ``on_step_end``: the metrics are written; the state may be saved or the run stopped.
+    6. ``on_step_end``: the state may be saved or the run stopped.
+
+    The metrics of a step are written before its ``on_step_end``, or on a GPU, where the host does not wait for each
+    step, during the next one; a save writes them before. If the step was not finite and ends the run, that is found
+    then, too: no later update has changed the weights.
 
     ``on_start`` is called once, before the first step, and ``close`` once, in reverse order, when training has ended.
     """
@@ -61,6 +66,10 @@ class Callback:
 
     def after_optimizer_update(self, step: int) -> None:
         """Called when the weights have changed."""
+
+    def waiting(self, step: int) -> AbstractContextManager[None]:
+        """Return a context to wait in for the results of a step, outside of steps."""
+        return nullcontext()
 
     def step_costs(self) -> Mapping[str, float]:
         """Return metrics of what this callback cost since the last call, in seconds."""

@@ -114,6 +114,18 @@ class HangWatch(Callback):
             self._step = None
 
     @contextmanager
+    def waiting(self, step: int) -> Iterator[None]:
+        """Limit a wait for the results of a step as the step itself, unless that is watched already."""
+        if self._step is not None:
+            yield
+            return
+        self.on_step_start(step)
+        try:
+            yield
+        finally:
+            self._step = None
+
+    @contextmanager
     def guard(self, what: str, limit_s: float) -> Iterator[None]:
         """End the process if the block, such as ``saving checkpoint-10``, takes longer than a limit."""
         limit_s = self._write_timeout_s or limit_s

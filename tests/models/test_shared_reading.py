@@ -1,0 +1,257 @@
+"""The base is read once a node: ranks that hold the same weights read a part each and exchange the parts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fctune.base import distributed
+from fctune.base.distributed import World
+from fctune.config.sections.adapter import AdapterConfig
+from fctune.config.sections.parallel import ParallelConfig
+from fctune.models import base_weights
+from fctune.models.base_weights import load_base_
+from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.lora import apply_lora_, is_adapter
+from fctune.models.precision import PrecisionPolicy
+from fctune.models.sources import build_model, read_architecture
+from fctune.parallel.layout import Hardware, choose_parallel_layout
+from fctune.parallel.sharding import shard_
+from tests.ranks import run_ranks
+
+
+class CountingOpener:
+    """Opens safetensors files, and counts the bytes that are read of each tensor."""
+
+    def __init__(self) -> None:
+        self.read: Counter[str] = Counter()
+
+    @contextmanager
+    def __call__(self, path: Path, framework: str) -> Iterator[Any]:
+        with safe_open(path, framework) as self._file:
+            yield self
+
+    def get_slice(self, name: str) -> Any:
+        return _CountingSlice(self, name, self._file.get_slice(name))
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        self.read[name] += tensor.nbytes
+        return tensor
+
+
+class _CountingSlice:
+    def __init__(self, opener: CountingOpener, name: str, stored: Any):
+        self._opener, self._name, self._stored = opener, name, stored
+
+    def __getitem__(self, region: Any) -> Tensor:
+        part: Tensor = self._stored[region]
+        self._opener.read[self._name] += part.nbytes
+        return part
+
+
+def build_on_rank(world: World, path: Path, parallel: dict[str, Any], base: str | None) -> CausalLM:
+    model = build_model(read_architecture(path), 128, PrecisionPolicy.uniform(torch.bfloat16))
+    if base is not None:
+        modules = ["q_proj", "v_proj", "down_proj"] if parallel["mode"] == "ddp" else ["q_proj"]
+        apply_lora_(model, AdapterConfig(rank=2, base=base, modules=modules))  # type: ignore[arg-type]
+    config = ParallelConfig(**parallel)
+    hardware = Hardware("cpu", world.world_size, world.ranks_per_node)
+    layout = choose_parallel_layout(config, hardware, False, lambda _: None)  # type: ignore[arg-type, return-value]
+    shard_(model, layout, config, hardware)
+    materialize_(model, world.device)
+    return model
+
+
+def collect_bytes(model: CausalLM) -> dict[str, bytes]:
+    """Return the stored bytes of this rank's part of every weight of the base, scales included."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        local: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if not is_adapter(name):
+            parts = [local.quantized_data, local.quantized_scalers] if hasattr(local, "quantized_data") else [local]
+            found[name] = b"".join(part.detach().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+    return found
+
+
+def load_twice(world: World, path: Path, parallel: dict[str, Any], base: str | None, num_nodes: int) -> dict[str, int]:
+    """Load once by oneself and once with the others of the node; returns the bytes that the latter read by tensor."""
+    base_weights._MIN_PART_BYTES = 256  # so that small tensors are split
+    world = replace(world, ranks_per_node=world.world_size // num_nodes)
+    alone, shared, again = (build_on_rank(world, path, parallel, base) for _ in range(3))
+    load_base_(alone, path)
+    opener = CountingOpener()
+    load_base_(shared, path, opener, world)
+    load_base_(again, path, world=world)  # by groups of the same ranks
+    assert collect_bytes(shared) == collect_bytes(alone) == collect_bytes(again)
+    return dict(opener.read)
+
+
+def write_base(folder: Path, family: str) -> Path:
+    """Write a base whose tensors have odd numbers of rows, too."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"vocab_size": 151, "head_dim": 32, "max_position_embeddings": 256, "intermediate_size": 256}
+    experts = {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2}
+    made = {"llama": lambda: LlamaConfig(**sizes), "qwen3_moe": lambda: Qwen3MoeConfig(**sizes, **experts)}
+    torch.manual_seed(0)
+    config = made[family]()
+    config.tie_word_embeddings = False
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / family)
+    return folder / family
+
+
+@pytest.fixture(scope="module")
+def make_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+    folder = tmp_path_factory.mktemp("bases")
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = write_base(folder, family)
+        return made[family]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "base", "world_size", "num_nodes"),
+    [
+        ("llama", {"mode": "ddp"}, None, 2, 1),
+        ("llama", {"mode": "ddp"}, "float8", 2, 1),
+        ("llama", {"mode": "ddp"}, "nf4", 4, 2),
+        ("qwen3_moe", {"mode": "ddp"}, None, 4, 1),
+        ("qwen3_moe", {"mode": "hsdp", "replicate": 2}, None, 4, 1),
+        ("llama", {"mode": "hsdp", "replicate": 2}, "float8", 4, 2),
+        ("llama", {"mode": "fsdp"}, None, 4, 2),
+    ],
+    ids=str,
+)
+def test_a_node_reads_each_tensor_once_and_loads_the_same_bytes(
+    family: str,
+    parallel: dict[str, Any],
+    base: str | None,
+    world_size: int,
+    num_nodes: int,
+    make_base: Callable[[str], Path],
+) -> None:
+    path = make_base(family)
+    stored = load_file(path / "model.safetensors")
+    ranks = run_ranks(load_twice, world_size, path, parallel, base, num_nodes)
+    is_split = parallel["mode"] == "fsdp" or (parallel["mode"] == "hsdp" and num_nodes > 1)
+    for name, tensor in stored.items():
+        total = sum(rank.get(name, 0) for rank in ranks)
+        # Shards that cut a head read all of it, since rows of queries and keys are reordered.
+        slack = 2 * 32 * 128 * 2 * world_size if family == "llama" and ("q_proj" in name or "k_proj" in name) else 0
+        copies = {"ddp": num_nodes, "hsdp": num_nodes, "fsdp": 1}[parallel["mode"]]
+        if parallel["mode"] == "hsdp" and num_nodes > 1:
+            copies = 2  # a copy of the model on each node
+        assert copies * tensor.nbytes <= total <= copies * tensor.nbytes + (slack if is_split else 0), name
+    per_rank = [sum(rank.values()) for rank in ranks]
+    assert max(per_rank) <= 1.5 * sum(per_rank) / world_size  # all take part
+
+
+def count_nf4_shards(world: World, path: Path) -> int:
+    model = build_on_rank(world, path, {"mode": "fsdp"}, "nf4")
+    alone = build_on_rank(world, path, {"mode": "fsdp"}, "nf4")
+    opener = CountingOpener()
+    load_base_(model, path, opener, world)
+    load_base_(alone, path)
+    assert collect_bytes(model) == collect_bytes(alone)
+    return opener.read.total()
+
+
+def test_shards_of_4_bit_weights_that_need_complete_tensors_are_read_once(
+    make_model: Callable[..., Path],
+) -> None:
+    path = make_model("qwen2", hidden_size=256, intermediate_size=512, num_key_value_heads=4)
+    num_bytes = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+    assert sum(run_ranks(count_nf4_shards, 2, path)) == num_bytes
+
+
+def test_a_step_of_a_source_is_that_of_what_it_is_read_from() -> None:
+    from fctune.models.tensor_files import TensorHeader
+    from fctune.models.weight_sources import Concatenation, Dequantized, Narrowed, Reindexed, Stack, Stored, Transposed
+
+    def stored(*shape: int) -> Stored:
+        return Stored(TensorHeader("x", Path(), shape, torch.bfloat16))
+
+    blocks = Dequantized("w", (256, 64), (), lambda tensors, dtype: tensors[0], num_groups=2)
+    assert stored(6, 4).step_along(0) == 1
+    assert blocks.step_along(0) == 128
+    assert Stack([blocks, blocks], 0).step_along(0) == 1
+    assert Stack([blocks, blocks], 1).step_along(0) == 128
+    assert Concatenation([blocks, blocks], 0).step_along(0) == 128
+    assert Concatenation([blocks, stored(3, 64)], 0).step_along(0) == 259
+    assert Narrowed(blocks, 0, 128, 128).step_along(0) == 128
+    assert Narrowed(blocks, 0, 64, 128).step_along(0) == 128  # cuts inside of it would read groups twice
+    assert Transposed(blocks, 0, 1).step_along(0) == 64
+    assert Reindexed(stored(6, 4), lambda tensor: tensor.reshape(8, 3)).step_along(0) == 8
+
+
+def fail_on_one_rank(world: World, path: Path, mode: str, base: str | None) -> str:
+    base_weights._MIN_PART_BYTES = 256
+    model = build_on_rank(world, path, {"mode": mode}, base)
+    try:
+        distributed.run_on_all_ranks(lambda: load_base_(model, path, world=world))
+    except distributed.CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("row", [0, 63], ids=["first rank's part", "last rank's part"])
+def test_a_tensor_that_one_rank_finds_damaged_ends_every_rank(
+    row: int, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    tensors = load_file(make_model("qwen2") / "model.safetensors")
+    for file in make_model("qwen2").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors["model.layers.1.mlp.down_proj.weight"][row, 5] = math.nan
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    messages = run_ranks(fail_on_one_rank, 4, tmp_path, "ddp", None, timeout_s=120)
+    assert len(set(messages)) == 1
+    assert "model.layers.1.mlp.down_proj.weight holds NaN or infinity" in messages[0]
+
+
+def test_a_shard_that_one_rank_finds_damaged_ends_ranks_that_share_other_tensors(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    # Embeddings are in shards, and 4-bit weights, read after them, are shared.
+    base = make_model("qwen2", hidden_size=256, intermediate_size=512, num_key_value_heads=4)
+    for file in base.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-1, 0] = math.inf
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    messages = run_ranks(fail_on_one_rank, 2, tmp_path, "fsdp", "nf4", timeout_s=120)
+    assert len(set(messages)) == 1
+    assert "model.embed_tokens.weight holds NaN or infinity" in messages[0]
+
+
+def fail_without_file(world: World, path: Path, elsewhere: Path) -> str:
+    """Load as ranks of which the last does not see the base."""
+    model = build_on_rank(world, path, {"mode": "ddp"}, None)
+    seen = elsewhere if world.rank == world.world_size - 1 else path
+    try:
+        distributed.run_on_all_ranks(lambda: load_base_(model, seen, world=world))
+    except distributed.CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_rank_that_does_not_see_the_base_ends_every_rank(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    messages = run_ranks(fail_without_file, 2, make_model("qwen2"), tmp_path, timeout_s=120)
+    assert len(set(messages)) == 1
+    assert "no such file" in messages[0]
