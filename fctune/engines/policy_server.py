@@ -387,7 +387,13 @@ def list_probes(template: ChatTemplate) -> list[str]:
     return [_PROBE, special] if special else [_PROBE]
 
 
-def require_equal_tokenizer(client: HttpClient, url: str, model: str, template: ChatTemplate) -> None:
+def require_equal_tokenizer(
+    client: HttpClient,
+    url: str,
+    model: str,
+    template: ChatTemplate,
+    remedy: str = "Serve the model that is trained.",
+) -> None:
     """Check that a server encodes texts as the tokenizer of the model in training does, special tokens included.
 
     Raises:
@@ -402,7 +408,7 @@ def require_equal_tokenizer(client: HttpClient, url: str, model: str, template: 
                 f"{url}: does not return token ids of a text ({error}). Serve the model with vLLM."
             ) from None
         own = template.tokenizer.encode(probe, add_special_tokens=False)
-        require_equal_ids(f"{url}: {model}", template, "tokenizer", "text", own, sent)
+        require_equal_ids(f"{url}: {model}", template, "tokenizer", "text", own, sent, remedy)
 
 
 def _list(models: Sequence[dict[str, Any]]) -> str:

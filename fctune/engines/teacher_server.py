@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from fctune.engines.server_answers import count_vocabulary, read_top_logprobs
 _SECTION = "distill.teacher_server"
 _KEY_VARIABLE = "FCTUNE_TEACHER_API_KEY"
 _POLL_S = 2.0
+OTHER_TOKENIZER = "Choose a teacher with the tokenizer of the model in training."
+"""Remedy for a teacher whose token ids mean something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class TeacherServer:
         log: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._log = config, log
+        self._closed = threading.Event()
         self._vocab_size = count_vocabulary(template)
         if config.top_k >= self._vocab_size:
             raise ConfigError(
@@ -66,7 +70,7 @@ class TeacherServer:
         models = list_models(self._client, self.url, "vllm serve TEACHER", _KEY_VARIABLE)
         # Scoring generates a token, which takes a position.
         self._model = find_base(models, self.url, config.served_model, min_positions + 1, _SECTION)
-        require_equal_tokenizer(self._client, self.url, self._model, template)
+        require_equal_tokenizer(self._client, self.url, self._model, template, OTHER_TOKENIZER)
         try:
             self._request(template.tokenizer.encode("1 2", add_special_tokens=False)[:1] * 2, [1])
         except RequestError as error:
@@ -92,6 +96,11 @@ class TeacherServer:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def close(self) -> None:
+        """End the requests and waits of other threads, which a process that ends would wait for."""
+        self._closed.set()
+        self._client.stop()
+
     def _score_one(self, ids: Sequence[int], positions: Sequence[int]) -> TopLogprobs:
         lost_s: float | None = None
         while True:
@@ -109,7 +118,8 @@ class TeacherServer:
                         f"{self.url}: unavailable for {now - lost_s:,.0f} s ({error}). Start the teacher's server, and "
                         "run the same command again to resume."
                     ) from None
-                time.sleep(_POLL_S)
+                if self._closed.wait(_POLL_S):
+                    raise ConfigError(f"{self.url}: unavailable ({error}), and the run has ended.") from None
 
     def _request(self, ids: Sequence[int], positions: Sequence[int]) -> TopLogprobs:
         top_k = self._config.top_k

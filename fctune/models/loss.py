@@ -114,7 +114,7 @@ def supervised_losses(
         losses: Tensor = _FrozenHeadLosses.apply(rows, keys, project, chunk, score)  # type: ignore[no-untyped-call]
         return losses
     if chunk == len(rows):
-        return _chunk_losses(project, score, *parts)
+        return _chunk_losses(project, score, rows, keys, *score.per_row)
     again = functools.partial(checkpoint, _chunk_losses, project, score, use_reentrant=False, preserve_rng_state=False)
     return torch.cat([again(*part) for part in _split(chunk, *parts)])
 

@@ -31,13 +31,15 @@ from fctune.data.loader import StepTotals, shuffled
 from fctune.data.prepared_set import PreparedSet
 from fctune.engines.policy_server import list_probes
 from fctune.engines.server import require_equal_ids
-from fctune.engines.teacher_server import TeacherServer
+from fctune.engines.teacher_server import OTHER_TOKENIZER, TeacherServer
+from fctune.models.attention import AttentionKernel, choose_attention_kernel
 from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.hub import digest_model, resolve_model_dir
 from fctune.models.loss import Criterion
 from fctune.models.precision import PrecisionPolicy, wide_dtype
 from fctune.models.sources import build_model, read_architecture
+from fctune.runs.device import compute_capability
 from fctune.tasks.rollouts import Rollout
 from fctune.training.objective import Objective
 from fctune.training.planned_run import PlannedRun, TrainingData
@@ -161,7 +163,7 @@ class DistillObjective(Objective):
         criterion: Criterion
         tail = torch.zeros(1, dtype=torch.float64, device=device)
         if self.teacher is not None:
-            criterion = FullDivergence(compute_hidden(self.teacher, arguments), self.teacher, self.config.beta)
+            criterion = FullDivergence(compute_hidden(self.teacher, inputs, device), self.teacher, self.config.beta)
         else:
             ids, logprobs = inputs.teacher_ids, inputs.teacher_logprobs
             if ids is None or logprobs is None:  # a micro-batch of padding
@@ -177,18 +179,16 @@ class DistillObjective(Objective):
 
 
 @torch.no_grad()
-def compute_hidden(teacher: CausalLM, arguments: dict[str, Any]) -> Tensor:
+def compute_hidden(teacher: CausalLM, inputs: Inputs, device: torch.device) -> Tensor:
     """Return the teacher's final hidden states at the supervised positions of a batch, ``[n, d]``.
 
     Args:
         teacher: A model without adapters, in this process.
-        arguments: Arguments of the forward pass of the model in training, on its device.
+        inputs: Inputs of the model in training, on the CPU.
+        device: Device of the teacher.
     """
-    bounds = arguments["bounds"]
-    if bounds is not None and teacher.attention_kernel == "flex":
-        bounds = teacher.adopt_bounds(bounds).to(arguments["tokens"].device)
-    elif bounds is not None:
-        bounds = teacher.adopt_bounds(bounds)
+    arguments = inputs.arguments(device)
+    bounds = None if inputs.bounds is None else teacher.adopt_bounds(inputs.bounds).to(device)
     hidden = teacher.hidden_states(arguments["tokens"], arguments["positions"], bounds, arguments["row_lengths"])
     return hidden.flatten(0, 1).index_select(0, arguments["supervised"])
 
@@ -234,7 +234,9 @@ class LocalTeacher:
             ConfigError: It does not fit into the GPU's memory next to the student.
             CheckpointError: Its weights are damaged.
         """
-        model = self._build(PrecisionPolicy.uniform(student.precision.compute_dtype), student.attention_kernel)
+        dtype, head_dim = student.precision.compute_dtype, self._architecture.head_dim
+        kernel, _ = choose_attention_kernel(device.type, dtype, head_dim, compute_capability(device))
+        model = self._build(PrecisionPolicy.uniform(dtype), kernel)
         needed = sum(p.numel() * p.element_size() for p in model.parameters())
         if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
             raise ConfigError(
@@ -245,7 +247,7 @@ class LocalTeacher:
         load_base_(model, self.model_dir)
         return model.requires_grad_(False).eval()
 
-    def _build(self, precision: PrecisionPolicy, kernel: Any) -> CausalLM:
+    def _build(self, precision: PrecisionPolicy, kernel: AttentionKernel) -> CausalLM:
         try:
             return build_model(self._architecture, self._seq_len, precision, kernel)
         except ConfigError as error:
@@ -254,7 +256,7 @@ class LocalTeacher:
     def _check_tokenizer(self, key: str, template: ChatTemplate, own: Any) -> None:
         for probe in list_probes(template):
             ids = [one.encode(probe, add_special_tokens=False) for one in (template.tokenizer, own)]
-            require_equal_ids(key, template, "tokenizer", "text", *ids)
+            require_equal_ids(key, template, "tokenizer", "text", *ids, remedy=OTHER_TOKENIZER)
         names, others = template.tokenizer.get_vocab(), own.get_vocab()
         if names != others:
             name = min(
@@ -263,7 +265,7 @@ class LocalTeacher:
             )
             raise ConfigError(
                 f"{key}: has a different tokenizer from {template.model_dir}: {name!r} is token {others.get(name)} "
-                f"there and {names.get(name)} here. Choose a teacher with the tokenizer of the model in training."
+                f"there and {names.get(name)} here. {OTHER_TOKENIZER}"
             )
 
 
@@ -373,6 +375,8 @@ class DistillSource:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._server is not None:
+            self._server.close()
         if self._rollouts is not None:
             self._rollouts.__exit__(kind, error, trace)
 

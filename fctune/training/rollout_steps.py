@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,4 +129,5 @@ def _add_answers(
     if is_pinned:
         tensors = [tensor.pin_memory() for tensor in tensors]
     names = ("answer_lengths", "advantages", "logprobs", "teacher_ids", "teacher_logprobs")
-    return replace(inputs, **dict(zip(names, tensors, strict=False)))
+    added: dict[str, Any] = dict(zip(names, tensors, strict=False))
+    return replace(inputs, **added)

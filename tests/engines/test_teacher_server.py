@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -144,4 +145,8 @@ def test_a_server_that_is_lost_is_waited_for(
     teacher._config = replace(config, max_wait_s=0.1)
     server.num_failing = 1000
     with pytest.raises(ConfigError, match="Start the teacher's server, and run the same command again to resume"):
+        teacher.score([(SEQUENCE, [1, 2])])
+    teacher._config = config
+    threading.Timer(0.2, teacher.close).start()
+    with pytest.raises(ConfigError, match="and the run has ended"):  # a stop does not wait for it
         teacher.score([(SEQUENCE, [1, 2])])
