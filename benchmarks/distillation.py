@@ -1,6 +1,6 @@
 """Distill a better tiny model into a worse one, beside supervised training on as many answers of the same cases.
 
-    python -m benchmarks.distillation --out DIR [--seeds 0 1 2] [--steps 40] [--results FILE]
+    python -m benchmarks.distillation --out DIR [--seeds 0 1 2] [--steps 40] [--split test] [--results FILE]
 
 For each seed, a teacher trains on synthetic rows for longer than the start of all students. Every student then takes
 the same number of steps on the same number of answers: ``supervised`` on the rows of the cases, ``on_policy`` on its
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning import make_data, measure, train
+from benchmarks.learning import NUM_CASES, make_data, measure, train
 from benchmarks.training import describe_machine
 from fctune.calls.metrics import wilson_interval
 from fctune.runs.record import MetricsFile
@@ -51,7 +51,7 @@ def write_config(folder: Path) -> str:
     return str(path)
 
 
-def run_seed(out: Path, seed: int, steps: int, teacher_steps: int) -> None:
+def run_seed(out: Path, seed: int, steps: int, teacher_steps: int, split: str) -> None:
     """Train and measure the start, the teacher and the students of a seed."""
     folder = out / f"seed{seed}"
     make_data(folder, seed, NUM_PROMPTS)
@@ -63,20 +63,20 @@ def run_seed(out: Path, seed: int, steps: int, teacher_steps: int) -> None:
     start = train(folder / "start", seed, base, "tiny_lora", [*sources, "max_steps=55"])
     teacher = train(folder / "teacher", seed, base, "tiny_lora", [*sources, f"max_steps={teacher_steps}"])
     for model in (start, teacher):
-        measure(folder, model, "test", seed)
+        measure(folder, model, split, seed)
     schedule = ["optimizer.lr=2e-3", "lr_scheduler.name=cosine", "lr_scheduler.warmup=5", f"max_steps={steps}"]
     for name, options in list_students(folder, teacher).items():
         config = write_config(folder)
         if name == "supervised":
             config, options = "tiny_lora", [*SUPERVISED, f"data.sources.0.path={rows}", "data.packed=false"]
             options += [f"global_batch_size={ANSWERS}"]
-        measure(folder, train(folder / name, seed, str(start), config, [*schedule, *options]), "test", seed)
+        measure(folder, train(folder / name, seed, str(start), config, [*schedule, *options]), split, seed)
 
 
-def read_results(out: Path) -> list[dict[str, Any]]:
+def read_results(out: Path, split: str) -> list[dict[str, Any]]:
     """Return the result of each model and seed, with the tokens that it was trained on."""
     results = []
-    for file in sorted(out.glob("seed*/test/*.json")):
+    for file in sorted(out.glob(f"seed*/{split}/*.json")):
         result = json.loads(file.read_text())
         metrics = MetricsFile(file.parents[1] / result["model"] / "metrics.jsonl")
         metrics.update()
@@ -104,15 +104,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40, help="of each student; default: %(default)s")
     parser.add_argument("--teacher-steps", type=int, default=400, help="default: %(default)s")
+    parser.add_argument("--split", choices=NUM_CASES, default="test", help="cases to measure; default: %(default)s")
     parser.add_argument("--results", type=Path, help="file of the results")
     arguments = parser.parse_args(argv)
     for seed in arguments.seeds:
-        run_seed(arguments.out, seed, arguments.steps, arguments.teacher_steps)
-    results = read_results(arguments.out)
+        run_seed(arguments.out, seed, arguments.steps, arguments.teacher_steps, arguments.split)
+    results = read_results(arguments.out, arguments.split)
     print("\n".join(format_results(results)))
     if arguments.results is not None:
         record = {"date": datetime.date.today().isoformat(), "machine": describe_machine()}
-        record |= {"steps": arguments.steps, "teacher_steps": arguments.teacher_steps, "test": results}
+        record |= {"steps": arguments.steps, "teacher_steps": arguments.teacher_steps, arguments.split: results}
         arguments.results.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 

@@ -255,8 +255,8 @@ class LocalTeacher:
 
     def _check_tokenizer(self, key: str, template: ChatTemplate, own: Any) -> None:
         for probe in list_probes(template):
-            ids = [one.encode(probe, add_special_tokens=False) for one in (template.tokenizer, own)]
-            require_equal_ids(key, template, "tokenizer", "text", *ids, remedy=OTHER_TOKENIZER)
+            mine, sent = (one.encode(probe, add_special_tokens=False) for one in (template.tokenizer, own))
+            require_equal_ids(key, template, "tokenizer", "text", mine, sent, OTHER_TOKENIZER)
         names, others = template.tokenizer.get_vocab(), own.get_vocab()
         if names != others:
             name = min(
