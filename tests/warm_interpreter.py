@@ -21,7 +21,8 @@ MODULES = (
     *("fctune.training.entry", "fctune.training.adapters", "fctune.models.export", "fctune.apps.preflight.preflight"),
     *("fctune.models.transformers.modules", "fctune.models.transformers.build", "fctune.models.torchtune.build"),
     *("recipes.lora_fc_distributed", "recipes.full_fc_distributed", "recipes.lora_grpo_distributed"),
-    *("recipes.lora_dpo_distributed", "recipes.cluster_acceptance", "eval.tool_calls", "fctune.engines.local"),
+    *("recipes.lora_dpo_distributed", "recipes.lora_distill_distributed", "recipes.full_distill_distributed"),
+    *("recipes.cluster_acceptance", "eval.tool_calls", "fctune.engines.local"),
 )
 
 _server: WarmPython | None = None

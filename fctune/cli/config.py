@@ -120,5 +120,6 @@ def _check(arguments: argparse.Namespace) -> int:
     trains = "all weights" if config.adapter is None else "adapters"
     of = "" if config.preference is None else ", on preference pairs"
     of += "" if config.grpo is None else ", on verdicts on its own answers"
+    of += "" if config.distill is None else ", on a teacher's distributions"
     print(f"{arguments.config}: valid (trains {trains} of {config.model.path}{of})")
     return 0

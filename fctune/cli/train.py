@@ -20,7 +20,8 @@ def add_commands(commands: Any) -> None:
         "train",
         help="fine-tune a model",
         description="Fine-tune a model: adapters if the config has an `adapter` section, otherwise all weights; on "
-        "preference pairs if it has a `preference` section, and on its own answers if it has a `grpo` section.",
+        "preference pairs if it has a `preference` section, on its own answers if it has a `grpo` section, and on a "
+        "teacher's distributions if it has a `distill` section.",
         epilog="Ctrl-C or SIGTERM saves and stops; the same command resumes. Exit codes: 0 done, 1 failed, 2 wrong "
         "usage, config or data, 74 the disk is full or hangs, 75 stopped and saved, 76 a GPU, node or network failed.",
     )

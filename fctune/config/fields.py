@@ -227,7 +227,7 @@ def join_key(where: str, name: str) -> str:
 
 
 def read_field_docs(cls: type[Any]) -> dict[str, str]:
-    """Return the documentation of each field of a dataclass, on one line each.
+    """Return the documentation of each field of a dataclass, those of its bases included, on one line each.
 
     Raises:
         LookupError: A field has no string literal below it.
@@ -235,7 +235,10 @@ def read_field_docs(cls: type[Any]) -> dict[str, str]:
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
     docs: dict[str, str] = {}
-    names = [n.target.id for n in definition.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+    for base in cls.__bases__:
+        if dataclasses.is_dataclass(base):
+            docs |= read_field_docs(base)
+    names = [field.name for field in dataclasses.fields(cls)]
     for node, following in zip(definition.body, definition.body[1:], strict=False):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue

@@ -8,8 +8,10 @@ from typing import Any
 _CONFIGS = {
     "lora_grpo_distributed": "with grpo",
     "lora_dpo_distributed": "with preference",
-    "lora_fc_distributed": "with adapter, and without grpo and preference",
-    "full_fc_distributed": "without adapter, grpo and preference",
+    "lora_distill_distributed": "with distill and adapter",
+    "full_distill_distributed": "with distill and without adapter",
+    "lora_fc_distributed": "with adapter, and without grpo, preference and distill",
+    "full_fc_distributed": "without adapter, grpo, preference and distill",
 }
 
 
@@ -19,6 +21,8 @@ def find_recipe(sections: Mapping[str, Any]) -> str:
         return "lora_grpo_distributed"
     if sections.get("preference") is not None:
         return "lora_dpo_distributed"
+    if sections.get("distill") is not None:
+        return "full_distill_distributed" if sections.get("adapter") is None else "lora_distill_distributed"
     return "full_fc_distributed" if sections.get("adapter") is None else "lora_fc_distributed"
 
 

@@ -19,6 +19,7 @@ from fctune.config.intervals import INTERVAL, INTERVAL_OR_AUTO, STEPS_OR_SHARE, 
 from fctune.config.recipes import find_recipe
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.data import DataConfig
+from fctune.config.sections.distill import DistillConfig
 from fctune.config.sections.evaluation import VALIDATION_CASES, EvalConfig, ValidationConfig
 from fctune.config.sections.gate import GateConfig
 from fctune.config.sections.grpo import GRPOConfig
@@ -103,6 +104,8 @@ class RunConfig:
     """Preference training, by `recipes/lora_dpo_distributed`."""
     grpo: Annotated[GRPOConfig | None, Null("supervised training")] = None
     """Reinforcement learning from verdicts, by `recipes/lora_grpo_distributed`."""
+    distill: Annotated[DistillConfig | None, Null("supervised training")] = None
+    """Distillation from a teacher, by `recipes/lora_distill_distributed` and `recipes/full_distill_distributed`."""
     precision: Annotated[
         Precision | None, Null("`fp32` on CPU; on CUDA `bf16` with adapters and `bf16_mixed` without")
     ] = None
@@ -207,9 +210,11 @@ class RunConfig:
                     "eval.every=0",
                 )
         self._check_preference(problems)
+        self._check_sources(problems)
         self._check_grpo(problems)
-        if (self.parallel.context or 1) > 1 and (self.preference is not None or self.grpo is not None):
-            name = "grpo" if self.preference is None else "preference"
+        self._check_distill(problems)
+        if (self.parallel.context or 1) > 1 and self.compares_answers:
+            name = "preference" if self.preference is not None else "grpo" if self.grpo is not None else "distill"
             problems.add(
                 ("parallel", name),
                 f"parallel.context={self.parallel.context}: {name} compares whole answers, which cannot be split over "
@@ -258,17 +263,46 @@ class RunConfig:
                 "eval.every=0",
             )
 
-    def _check_grpo(self, problems: SectionProblems) -> None:
-        """Check that reinforcement learning has an adapter without dropout, cases of its own and room for answers."""
-        if self.grpo is None:
-            if not self.data.sources:
-                problems.add(("data", "grpo"), "data.sources=[]: empty; write e.g. [{path: train.jsonl}]")
+    def _check_sources(self, problems: SectionProblems) -> None:
+        """Check that a run has one kind of data, and the room for its own answers if it learns from them."""
+        names = [name for name in ("preference", "grpo", "distill") if getattr(self, name) is not None]
+        if len(names) > 1:
+            learns = "learns from preference pairs, from verdicts or from a teacher"
+            problems.add(names, f"{names[1]}: a run {learns}; remove {' or '.join(names)}")
+        if self.grpo is None and (self.distill is None or self.distill.rows_per_step) and not self.data.sources:
+            problems.add(("data", "grpo", "distill"), "data.sources=[]: empty; write e.g. [{path: train.jsonl}]")
+        if (section := self.grpo or self.distill) is None:
             return
-        if self.preference is not None:
+        name = section.section
+        if not isinstance(self.data.seq_len, int):
             problems.add(
-                ("grpo", "preference"),
-                "grpo: a run learns from verdicts or from preference pairs; remove grpo or preference",
+                (name, "data"),
+                f"data.seq_len={self.data.seq_len}: is chosen from training rows, and a run with {name} has "
+                f"{'none' if name == 'grpo' else 'answers, too'}; set a number of tokens",
             )
+        elif section.prompts_per_step and section.max_new_tokens >= self.data.seq_len:
+            problems.add(
+                (name, "data"),
+                f"{name}.max_new_tokens={section.max_new_tokens}: prompt and answer must fit in data.seq_len="
+                f"{self.data.seq_len}; lower the former or raise the latter",
+            )
+        if self.global_batch_tokens is not None:
+            key = "prompts_per_step" if name == "grpo" else "answers_per_step"
+            problems.add(
+                ("global_batch_tokens", name),
+                f"global_batch_tokens: a step of {name} has all answers of its batch; set {name}.{key} instead",
+            )
+        if not is_never(self.eval.every) and self.eval.cases == VALIDATION_CASES and not self.data.sources:
+            problems.add(
+                ("eval", name),
+                f"eval.cases={VALIDATION_CASES}: a run with {name} holds out no rows; specify a JSONL file of cases, "
+                "or set eval.every=0",
+            )
+
+    def _check_grpo(self, problems: SectionProblems) -> None:
+        """Check that reinforcement learning has an adapter without dropout, and no rows."""
+        if self.grpo is None:
+            return
         if self.data.sources:
             problems.add(
                 ("data", "grpo"),
@@ -290,29 +324,41 @@ class RunConfig:
                 f"adapter.dropout={self.adapter.dropout:g}: answers are generated without dropout, so their "
                 "log-probabilities would be another model's; set adapter.dropout=0",
             )
-        if not isinstance(self.data.seq_len, int):
+
+    def _check_distill(self, problems: SectionProblems) -> None:
+        """Check that distillation uses its rows, and can publish what it trains."""
+        if self.distill is None:
+            return
+        if not self.distill.rows_per_step and self.data.sources:
             problems.add(
-                ("grpo", "data"),
-                f"data.seq_len={self.data.seq_len}: is chosen from training rows, and a run with grpo has none; set a "
-                "number of tokens",
+                ("data", "distill"),
+                f"data.sources: with distill.on_policy_share={self.distill.on_policy_share:g} a run learns from its "
+                f"own answers to {self.distill.cases} alone; remove it, or lower the share",
             )
-        elif self.grpo.max_new_tokens >= self.data.seq_len:
+        if self.data.call_weight != 1.0:
             problems.add(
-                ("grpo", "data"),
-                f"grpo.max_new_tokens={self.grpo.max_new_tokens}: prompt and answer must fit in data.seq_len="
-                f"{self.data.seq_len}; lower the former or raise the latter",
+                ("data", "distill"),
+                f"data.call_weight={self.data.call_weight:g}: all tokens of a distillation have the same weight; leave "
+                "it out",
             )
-        if self.global_batch_tokens is not None:
+        if self.distill.engine == "server" and self.adapter is None:
             problems.add(
-                ("global_batch_tokens", "grpo"),
-                "global_batch_tokens: a step of grpo has all answers of its batch; set grpo.prompts_per_step instead",
+                ("distill", "adapter"),
+                "distill.engine=server: the server loads adapters, and this run trains all weights; add an adapter, or "
+                "set distill.engine=in_process",
             )
-        if not is_never(self.eval.every) and self.eval.cases == VALIDATION_CASES:
-            problems.add(
-                ("eval", "grpo"),
-                f"eval.cases={VALIDATION_CASES}: a run with grpo holds out no rows; specify a JSONL file of cases, or "
-                "set eval.every=0",
-            )
+
+    @property
+    def rollouts(self) -> GRPOConfig | DistillConfig | None:
+        """The section that says how the model in training answers cases; None in a run without its own answers."""
+        if self.distill is not None and not self.distill.prompts_per_step:
+            return None
+        return self.grpo or self.distill
+
+    @property
+    def compares_answers(self) -> bool:
+        """A step's objective needs complete answers, which cannot be split over ranks."""
+        return self.preference is not None or self.grpo is not None or self.distill is not None
 
     @property
     def has_float8_products(self) -> bool:
@@ -335,7 +381,7 @@ class RunConfig:
     @property
     def recipe(self) -> str:
         """Name of the recipe that trains this config."""
-        return find_recipe({"adapter": self.adapter, "preference": self.preference, "grpo": self.grpo})
+        return find_recipe({name: getattr(self, name) for name in ("adapter", "preference", "grpo", "distill")})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as nested plain dicts, like its YAML."""

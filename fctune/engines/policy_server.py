@@ -75,6 +75,7 @@ class PolicyServer:
         patience: How long to wait for a lost server.
         is_resumed: Wait for the server if it is not there yet, since the run has found it before.
         log: Called with a line when the server is lost or back.
+        key: Config section of the server, for messages.
 
     Raises:
         ConfigError: The address is invalid, no server answers, or it has several models, a different tokenizer, or too
@@ -96,8 +97,9 @@ class PolicyServer:
         patience: ServerPatience | None = None,
         is_resumed: bool = False,
         log: Callable[[str], None] = lambda line: None,
+        key: str = "grpo.server",
     ):
-        self.url = parse_base_url(url, "grpo.server.url").removesuffix("/v1")
+        self.url = parse_base_url(url, f"{key}.url").removesuffix("/v1")
         self._template = template
         self._decoder = AnswerDecoder(template)
         self._vocab_size = count_vocabulary(template)
@@ -117,9 +119,9 @@ class PolicyServer:
         self._retired: list[PublishedAdapter] = []
         if is_resumed:
             self._wait_for_server()
-        self._base = self._find_base(served_model, min_positions)
+        self._base = find_base(self._list_models(), self.url, served_model, min_positions, key)
         self._current = PublishedAdapter(self._base, 0)
-        self._check_tokenizer()
+        require_equal_tokenizer(self._client, self.url, self._base, template)
         self._adapters.remove_left(row["id"] for row in self._list_models())
 
     @property
@@ -319,52 +321,94 @@ class PolicyServer:
         return True
 
     def _list_models(self) -> list[dict[str, Any]]:
-        """Return the models that the server lists, the base and its adapters, each with a text as ``id``."""
+        return list_models(self._once, self.url, "fctune serve BASE --adapters")
+
+
+def list_models(
+    client: HttpClient, url: str, command: str, key_variable: str = "FCTUNE_API_KEY"
+) -> list[dict[str, Any]]:
+    """Return the models that a server lists, a base and its adapters, each with a text as ``id``.
+
+    Args:
+        client: Client of the server.
+        url: Its address, for messages.
+        command: Command that starts such a server, for messages.
+        key_variable: Environment variable of the API key, for messages.
+
+    Raises:
+        ConfigError: No server answers, or it refuses the key.
+    """
+    try:
+        listed = client.get("/v1/models")
+    except RequestError as error:
+        if error.status in (401, 403):
+            raise ConfigError(f"{url}: refuses the API key ({error}). Set {key_variable}.") from None
+        raise ConfigError(
+            f"{url}: no server answers there ({error}). Start one ({command}), or correct the address."
+        ) from None
+    return read_models(listed)
+
+
+def find_base(
+    models: Sequence[dict[str, Any]], url: str, served_model: str | None, min_positions: int, key: str
+) -> str:
+    """Return the name of the base among the models that a server lists.
+
+    Args:
+        models: Result of ``list_models``.
+        url: Address of the server, for messages.
+        served_model: Name of the base; None takes the only one.
+        min_positions: Smallest context, in tokens.
+        key: Config section of the server, for messages.
+
+    Raises:
+        ConfigError: It is not among them, there are several without a name, or its context is too short.
+    """
+    if served_model is None:
+        found = [row for row in models if row.get("parent") is None]
+        if len(found) != 1:
+            raise ConfigError(f"{url}: lists {_list(found)}; name the base with {key}.served_model.")
+    else:
+        found = [row for row in models if row["id"] == served_model]
+        if not found:
+            raise ConfigError(f"{url}: does not serve {served_model}; it lists {_list(models)}. Pass one of them.")
+    positions = found[0].get("max_model_len")
+    if isinstance(positions, int) and positions < min_positions:
+        raise ConfigError(
+            f"{url}: has a context of {positions:,} tokens, but {min_positions:,} are needed. Start vLLM with "
+            f"--max-model-len {min_positions}."
+        )
+    return str(found[0]["id"])
+
+
+def list_probes(template: ChatTemplate) -> list[str]:
+    """Return texts by whose token ids tokenizers are compared: a varied one, and the special tokens."""
+    special = "".join(sorted(template.tokenizer.get_added_vocab()))
+    return [_PROBE, special] if special else [_PROBE]
+
+
+def require_equal_tokenizer(
+    client: HttpClient,
+    url: str,
+    model: str,
+    template: ChatTemplate,
+    remedy: str = "Serve the model that is trained.",
+) -> None:
+    """Check that a server encodes texts as the tokenizer of the model in training does, special tokens included.
+
+    Raises:
+        ConfigError: The token ids differ, or the server does not return any.
+    """
+    for probe in list_probes(template):
+        body = {"model": model, "prompt": probe, "add_special_tokens": False}
         try:
-            listed = self._once.get("/v1/models")
-        except RequestError as error:
-            if error.status in (401, 403):
-                raise ConfigError(f"{self.url}: refuses the API key ({error}). Set FCTUNE_API_KEY.") from None
-            raise ConfigError(
-                f"{self.url}: no server answers there ({error}). Start one (fctune serve BASE --adapters), or correct "
-                "the address."
-            ) from None
-        return read_models(listed)
-
-    def _find_base(self, served_model: str | None, min_positions: int) -> str:
-        models = self._list_models()
-        if served_model is None:
-            found = [row for row in models if row.get("parent") is None]
-            if len(found) != 1:
-                raise ConfigError(f"{self.url}: lists {_list(found)}; name the base with grpo.server.served_model.")
-        else:
-            found = [row for row in models if row["id"] == served_model]
-            if not found:
-                listed = _list(models)
-                raise ConfigError(f"{self.url}: does not serve {served_model}; it lists {listed}. Pass one of them.")
-        positions = found[0].get("max_model_len")
-        if isinstance(positions, int) and positions < min_positions:
-            raise ConfigError(
-                f"{self.url}: has a context of {positions:,} tokens, but {min_positions:,} are needed. Start vLLM with "
-                f"--max-model-len {min_positions}."
-            )
-        return str(found[0]["id"])
-
-    def _check_tokenizer(self) -> None:
-        """Check that the server encodes a text as the policy's tokenizer does.
-
-        Raises:
-            ConfigError: The token ids differ, or the server does not return any.
-        """
-        body = {"model": self._base, "prompt": _PROBE, "add_special_tokens": False}
-        try:
-            sent = self._client.post("/tokenize", body, read_token_ids)
+            sent = client.post("/tokenize", body, read_token_ids)
         except RequestError as error:
             raise ConfigError(
-                f"{self.url}: does not return token ids of a text ({error}). Serve the model with vLLM."
+                f"{url}: does not return token ids of a text ({error}). Serve the model with vLLM."
             ) from None
-        own = self._template.tokenizer.encode(_PROBE, add_special_tokens=False)
-        require_equal_ids(f"{self.url}: {self._base}", self._template, "tokenizer", "text", own, sent)
+        own = template.tokenizer.encode(probe, add_special_tokens=False)
+        require_equal_ids(f"{url}: {model}", template, "tokenizer", "text", own, sent, remedy)
 
 
 def _list(models: Sequence[dict[str, Any]]) -> str:

@@ -378,9 +378,15 @@ class ServerEngine:
 
 
 def require_equal_ids(
-    name: str, template: ChatTemplate, what: str, probe: str, own: Sequence[int], sent: Sequence[int]
+    name: str,
+    template: ChatTemplate,
+    what: str,
+    probe: str,
+    own: Sequence[int],
+    sent: Sequence[int],
+    remedy: str = "Serve the model that is trained.",
 ) -> None:
-    """Check that a server encodes a probe as the model that is trained does.
+    """Check that a server, or another model, encodes a probe as the model that is trained does.
 
     Args:
         name: The server and its model, for the message.
@@ -389,6 +395,7 @@ def require_equal_ids(
         probe: Name of what was encoded.
         own: Token ids by the template's tokenizer.
         sent: Token ids by the server.
+        remedy: What to do if they differ.
 
     Raises:
         ConfigError: The ids differ.
@@ -397,7 +404,7 @@ def require_equal_ids(
         position = next(i for i, (a, b) in enumerate(zip_longest(own, sent)) if a != b)
         raise ConfigError(
             f"{name} has a different {what} from {template.model_dir}: the same {probe} has {len(sent):,} token ids "
-            f"there and {len(own):,} here, which differ from number {position} on. Serve the model that is trained."
+            f"there and {len(own):,} here, which differ from number {position} on. {remedy}"
         )
 
 

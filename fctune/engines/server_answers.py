@@ -214,6 +214,49 @@ def read_prompt_logprobs(body: Any, ids: Sequence[int]) -> list[float]:
     return logprobs
 
 
+def read_top_logprobs(
+    body: Any, ids: Sequence[int], positions: Sequence[int], top_k: int, vocab_size: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Return the most likely tokens at positions of a prompt, best first, and their log-probabilities in nats.
+
+    Args:
+        body: vLLM's answer to a completion's request with ``prompt_logprobs``.
+        ids: Token ids that were sent.
+        positions: Positions of ids whose distribution, given the ids before, is read; all after the first id.
+        top_k: Number of tokens of each position.
+        vocab_size: Number of token ids.
+
+    Raises:
+        UnusableAnswer: Log-probabilities are missing, impossible, or fewer than ``top_k``, or belong to other tokens.
+    """
+    listed = _read_choice(body).get("prompt_logprobs")
+    if not isinstance(listed, list) or len(listed) != len(ids):
+        raise UnusableAnswer("malformed", f"no prompt_logprobs of {len(ids):,} token ids")
+    all_ids: list[list[int]] = []
+    all_logprobs: list[list[float]] = []
+    for position in positions:
+        entry = listed[position]
+        if not isinstance(entry, dict) or str(ids[position]) not in entry:
+            raise UnusableAnswer("malformed", f"no log-probability of token {ids[position]} at position {position:,}")
+        found: dict[int, float] = {}
+        for key, value in entry.items():
+            token = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1
+            if not 0 <= token < vocab_size:
+                raise UnusableAnswer(
+                    "unknown_token", f"token id {_show(key)} is outside the vocabulary of {vocab_size:,} tokens"
+                )
+            found[token] = _check_logprob(value.get("logprob") if isinstance(value, dict) else None)
+        best = sorted(found, key=lambda token: (-found[token], token))[:top_k]
+        if len(best) < top_k:
+            raise UnusableAnswer("too_few", f"{len(best):,} log-probabilities of a position; {top_k:,} were requested")
+        logprobs = [found[token] for token in best]
+        if (mass := math.fsum(map(math.exp, logprobs))) > 1 + _ROUNDING:
+            raise UnusableAnswer("no_distribution", f"probabilities of a position sum to {mass:g}; expected at most 1")
+        all_ids.append(best)
+        all_logprobs.append(logprobs)
+    return all_ids, all_logprobs
+
+
 def time_events(events: Iterator[Any], start: float) -> Timing:
     """Return the timing of a streamed chat completion that was requested at ``start``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from fctune.models.architecture import Architecture
 from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
 from fctune.models.context_exchange import WHOLE_ROWS
 from fctune.models.dropout import TokenKeys
-from fctune.models.loss import IGNORE, MAX_LOGITS, supervised_losses
+from fctune.models.loss import IGNORE, MAX_LOGITS, Criterion, supervised_losses
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.router_balance import RouterBalance
 
@@ -161,6 +162,11 @@ class CausalLM(nn.Module, ABC):
         """Return the bounds of packed rows whose conversations have these lengths, for the model's attention."""
         return make_bounds(lengths, self.attention_kernel, self.windows)
 
+    def adopt_bounds(self, bounds: DocumentBounds) -> DocumentBounds:
+        """Return bounds that were made for another model's attention, for this model's."""
+        windows = ((None,) if self.attention_kernel == "flex" else ()) if self.windows is None else self.windows
+        return replace(bounds, kernel=self.attention_kernel, windows=tuple(windows), derived={})
+
     def project(self, hidden: Tensor, token_keys: Tensor | None = None) -> Tensor:
         """Return the logits ``[n, vocab]`` of hidden states ``[n, d]``.
 
@@ -189,6 +195,7 @@ class CausalLM(nn.Module, ABC):
         row_lengths: Tensor | None = None,
         start: int = 0,
         is_summed: bool = True,
+        criterion: Criterion | None = None,
     ) -> Tensor:
         """Return the summed, weighted loss of the supervised tokens, or the loss of each; without labels, the logits.
 
@@ -207,6 +214,7 @@ class CausalLM(nn.Module, ABC):
             row_lengths: Tokens of each row before its padding, int64 ``[b]``; None: no row has padding.
             start: Where in their rows these tokens start.
             is_summed: Return the sum of weight x loss; otherwise the loss of each supervised token, without its weight.
+            criterion: Loss of a supervised position; None is the cross-entropy of its label.
 
         Returns:
             A scalar or ``[n]`` in float32 (float64 for a float64 model), or logits ``[b, s, vocab]``.
@@ -225,7 +233,8 @@ class CausalLM(nn.Module, ABC):
         if supervised is None:
             supervised = (labels.flatten() != IGNORE).nonzero().squeeze(1)
         num_vocab = self.architecture.vocab_size
-        losses = supervised_losses(hidden, self.project, num_vocab, labels, keys, supervised, self.max_logits)
+        sizes = keys, supervised, self.max_logits
+        losses = supervised_losses(hidden, self.project, num_vocab, labels, *sizes, criterion)
         if is_summed:
             return (losses if loss_weights is None else losses * loss_weights.flatten()[supervised]).sum()
         return losses

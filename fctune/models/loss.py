@@ -1,8 +1,9 @@
-"""Cross-entropy of the supervised positions."""
+"""Loss of the supervised positions: their cross-entropy, or another function of their logits."""
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,51 @@ _TILE = 128  # rows that matrix kernels compute at once; other numbers of rows w
 _MIN_ROWS = 256
 
 
+class Criterion(ABC):
+    """Loss of a position, given its logits and what else belongs to it.
+
+    Attributes:
+        per_row: Tensors with a row for each supervised position, ``[n, ...]``.
+        num_copies: Tensors of the size of the logits that computing a loss holds in memory, in units of those of the
+            cross-entropy.
+    """
+
+    per_row: tuple[Tensor, ...]
+    num_copies: int = 1
+
+    @abstractmethod
+    def losses(self, logits: Tensor, *per_row: Tensor) -> Tensor:
+        """Return the loss of each position, ``[m]``, in the wide dtype of the logits ``[m, vocab]``."""
+
+    def losses_and_slopes(self, logits: Tensor, *per_row: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses without a graph, ``[m]``, and their gradients by the logits, ``[m, vocab]``."""
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            losses = self.losses(leaf, *per_row)
+            (slopes,) = torch.autograd.grad(losses.sum(), leaf)
+        return losses.detach(), slopes
+
+
+class CrossEntropy(Criterion):
+    """Cross-entropy of target tokens, int64 ``[n]``."""
+
+    def __init__(self, targets: Tensor):
+        self.per_row = (targets,)
+
+    def losses(self, logits: Tensor, *per_row: Tensor) -> Tensor:
+        """Return minus the log-probabilities of the targets."""
+        (targets,) = per_row
+        return cross_entropy(logits.to(wide_dtype(logits.dtype)), targets, reduction="none")
+
+    def losses_and_slopes(self, logits: Tensor, *per_row: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses and the softmax minus the targets, with one tensor of the size of the logits."""
+        log_p = log_softmax(logits.detach(), dim=1, dtype=wide_dtype(logits.dtype))
+        chosen = per_row[0][:, None]
+        losses = -log_p.gather(1, chosen).squeeze(1)
+        slopes = log_p.exp_().scatter_add_(1, chosen, log_p.new_full((), -1.0).expand(chosen.shape))
+        return losses, slopes.to(logits.dtype)
+
+
 def supervised_losses(
     hidden: Tensor,
     project: Projection,
@@ -32,8 +78,9 @@ def supervised_losses(
     token_keys: Tensor | None = None,
     supervised: Tensor | None = None,
     max_logits: int = MAX_LOGITS,
+    criterion: Criterion | None = None,
 ) -> Tensor:
-    """Return the cross-entropy at each supervised position, ``[n]``; float32 (float64 for float64 hidden states).
+    """Return the loss at each supervised position, ``[n]``; float32 (float64 for float64 hidden states).
 
     The head runs only at supervised positions, a sixth to a quarter of the tokens in function-calling data, because
     logits are the largest tensor of a step. A batch without any returns an empty tensor that depends on every
@@ -47,25 +94,29 @@ def supervised_losses(
         token_keys: int64 ``[b, s]``, passed to ``project``.
         supervised: Indices of the supervised positions in the flattened batch, int64 ``[n]``; None finds them.
         max_logits: Largest number of logits in memory at once.
+        criterion: Loss of a position, in the order of ``supervised``; None is the cross-entropy of the labels.
     """
     if supervised is None:
         supervised = (labels.flatten() != IGNORE).nonzero().squeeze(1)
-    rows, targets = hidden.flatten(0, 1).index_select(0, supervised), labels.flatten()[supervised]
+    rows = hidden.flatten(0, 1).index_select(0, supervised)
     keys = None if token_keys is None else token_keys.flatten()[supervised]
-    if not len(targets):
+    if not len(rows):
         # A dummy row through the head keeps an adapter on it in the graph. A view would cause a warning of FSDP.
         logits = project(hidden[:1, 0], None if token_keys is None else token_keys[:1, 0])
         return (logits[:0] * 0.0).sum(1).to(wide_dtype(hidden.dtype))
-    chunk = len(targets) if len(targets) * num_vocab <= max_logits else chunk_rows(num_vocab, max_logits)
+    score = CrossEntropy(labels.flatten()[supervised]) if criterion is None else criterion
+    max_logits //= score.num_copies
+    chunk = len(rows) if len(rows) * num_vocab <= max_logits else chunk_rows(num_vocab, max_logits)
+    parts = rows, keys, *score.per_row
     if not torch.is_grad_enabled():
-        return torch.cat([_chunk_losses(project, *part) for part in _split(chunk, rows, targets, keys)])
+        return torch.cat([_chunk_losses(project, score, *part) for part in _split(chunk, *parts)])
     if rows.requires_grad and not _trains(project, rows, keys):
-        losses: Tensor = _FrozenHeadLosses.apply(rows, targets, keys, project, chunk)  # type: ignore[no-untyped-call]
+        losses: Tensor = _FrozenHeadLosses.apply(rows, keys, project, chunk, score)  # type: ignore[no-untyped-call]
         return losses
-    if chunk == len(targets):
-        return _chunk_losses(project, rows, targets, keys)
-    again = functools.partial(checkpoint, _chunk_losses, project, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([again(*part) for part in _split(chunk, rows, targets, keys)])
+    if chunk == len(rows):
+        return _chunk_losses(project, score, rows, keys, *score.per_row)
+    again = functools.partial(checkpoint, _chunk_losses, project, score, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(*part) for part in _split(chunk, *parts)])
 
 
 def chunk_rows(num_vocab: int, max_logits: int = MAX_LOGITS) -> int:
@@ -82,23 +133,18 @@ class _FrozenHeadLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, targets: Tensor, keys: Tensor | None, project: Projection, chunk: int
+        ctx: Any, rows: Tensor, keys: Tensor | None, project: Projection, chunk: int, score: Criterion
     ) -> Tensor:
         """Return the losses ``[n]``; see ``supervised_losses``."""
         losses = rows.new_empty(len(rows), dtype=wide_dtype(rows.dtype))
         slopes = torch.empty_like(rows)
-        parts = _split(chunk, rows, targets, keys, losses, slopes)
-        for part_rows, part_targets, part_keys, part_losses, part_slopes in parts:
-            padded, padded_targets, padded_keys = _pad_to_tile(part_rows, part_targets, part_keys)
+        for part_losses, part_slopes, part_rows, *part in _split(chunk, losses, slopes, rows, keys, *score.per_row):
+            padded, padded_keys, *per_row = _pad_to_tile(part_rows, *part)
             with torch.enable_grad():
                 leaf = padded.detach().requires_grad_()
                 logits = project(leaf.view_as(leaf), padded_keys)  # hooks of modules reject leaves in autograd.grad
-            log_p = log_softmax(logits.detach(), dim=1, dtype=losses.dtype)
-            chosen = padded_targets[:, None]
-            part_losses.copy_(-log_p.gather(1, chosen).squeeze(1)[: len(part_rows)])
-            slope = log_p.exp_().scatter_add_(1, chosen, log_p.new_full((), -1.0).expand(chosen.shape))
-            slope = slope.to(logits.dtype)
-            del log_p
+            found, slope = score.losses_and_slopes(logits, *per_row)
+            part_losses.copy_(found[: len(part_rows)])
             part_slopes.copy_(torch.autograd.grad(logits, leaf, slope)[0][: len(part_rows)])
             del logits, slope
         ctx.save_for_backward(slopes)
@@ -123,15 +169,16 @@ def _split(chunk: int, *tensors: Tensor | None) -> Iterator[Any]:
         yield tuple(None if t is None else t[start : start + chunk] for t in tensors)
 
 
-def _chunk_losses(project: Projection, rows: Tensor, targets: Tensor, keys: Tensor | None) -> Tensor:
+def _chunk_losses(project: Projection, score: Criterion, rows: Tensor, keys: Tensor | None, *per_row: Tensor) -> Tensor:
     count = len(rows)
-    rows, targets, keys = _pad_to_tile(rows, targets, keys)
-    losses = cross_entropy(project(rows, keys).to(wide_dtype(rows.dtype)), targets, reduction="none")
+    rows, keys, *per_row = _pad_to_tile(rows, keys, *per_row)  # type: ignore[assignment]
+    losses = score.losses(project(rows, keys), *per_row)
     return losses if len(losses) == count else losses[:count].clone()
 
 
-def _pad_to_tile(rows: Tensor, targets: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _pad_to_tile(rows: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Append zeros up to a multiple of ``CPU_TILE`` rows if each number of rows would compile a kernel of its own."""
     if not keeps_kernels(rows) or not (missing := -len(rows) % CPU_TILE):
-        return rows, targets, keys
-    return pad(rows, (0, 0, 0, missing)), pad(targets, (0, missing)), None if keys is None else pad(keys, (0, missing))
+        return rows, *others
+    tensors = (rows, *others)
+    return tuple(None if one is None else pad(one, (0, 0) * (one.ndim - 1) + (0, missing)) for one in tensors)

@@ -182,7 +182,7 @@ def list_mlp_tiles(config: RunConfig, architecture: Architecture) -> list[int]:
 
 def list_contexts(config: RunConfig, model: CausalLM, hardware: Hardware) -> list[int]:
     """Return the numbers of ranks of a node that can share a row in a run that leaves it open, ascending."""
-    if config.preference is not None or config.grpo is not None:  # they compare whole answers
+    if config.compares_answers:
         return [1]
     local, world_size = hardware.ranks_per_node, hardware.world_size
     return [n for n in range(1, local + 1) if local % n == 0 and can_share_rows(model, n, world_size)]

@@ -359,9 +359,9 @@ def _find_obstacle(config: RunConfig, architecture: Architecture, hardware: Hard
 def plan_speed(config: RunConfig, model_dir: Path, gpu: Gpu, nodes: int, gpus_per_node: int) -> float | None:
     """Return the planned tokens per second and GPU of a run, without padding; None where the plan knows none.
 
-    It knows none of reinforcement, whose steps wait for answers, and of small models.
+    It knows none of runs with rollouts, whose steps wait for answers, and of small models.
     """
-    if config.grpo is not None:
+    if config.rollouts is not None:
         return None
     architecture, _, _ = find_architecture(str(model_dir), None, config.model.source)
     search = LayoutSearch(config, *extend_architecture(config, architecture, model_dir), gpu, nodes, gpus_per_node)

@@ -29,6 +29,7 @@ _PAIRS = "mean over the step's preference pairs, all ranks, before the update"
 _VALIDATION_PAIRS = "on the validation split, in steps with a validation"
 _ROLLOUTS = "mean over the answers of the step's batch, all ranks"
 _GENERATED = "mean over the step's generated tokens, all ranks, before the update"
+_DISTILLED = "mean over the step's supervised tokens, all ranks; 0 of a teacher in process"
 _INTERVAL = "since the previous line that has it (log_every_n_steps)"
 _WILSON = "95 % interval by Wilson's method"
 _RATE = "share of held-out cases, in steps with an evaluation"
@@ -40,7 +41,7 @@ METRICS = (
         "loss",
         "nats/token",
         "weighted mean cross entropy of supervised tokens; in preference training the mean loss of pairs, in nats; in "
-        "reinforcement learning the policy loss, without unit",
+        "reinforcement learning the policy loss, without unit; in distillation the mean divergence from the teacher",
         _EACH + ", before the update",
     ),
     Metric("reward_accuracy", "share", "pairs whose chosen answer has the higher reward", _PAIRS),
@@ -69,6 +70,11 @@ METRICS = (
     Metric("judging_time_s", "s", "part of generation_time_s in which answers were judged", "sum over ranks"),
     Metric("publish_time_s", "s", "time to hand the policy to the engine", "rank 0; part of data_time_s"),
     Metric("entropy", "nats/token", "minus the mean log-probability of the generated tokens", _GENERATED),
+    Metric("teacher_tail", "share", "teacher's probability of the tokens that it does not name", _DISTILLED),
+    Metric("teacher_time_s", "s", "time in which a teacher's server scored the step's answers", "part of data_time_s"),
+    Metric(
+        "answers_from_rows", "answers", "conversations of data.sources that a distillation step trains", "all ranks"
+    ),
     Metric("clip_share", "share", "tokens whose gradient the clip stopped", _GENERATED),
     Metric("ratio_mean", "ratio", "probability of a token in training over that of its generation", _GENERATED),
     Metric("ratio_max", "ratio", "largest such ratio", _EACH),

@@ -450,7 +450,11 @@ def _log_next_steps(directory: RunDirectory, config: RunConfig) -> None:
     if (find_typed_command() or [])[:2] == ["fctune", "tune"]:
         return
     run = shlex.quote(str(directory.path))
-    named = [str(directory.path / HELD_OUT_FILE), config.eval.cases, "" if config.grpo is None else config.grpo.cases]
+    named = [
+        str(directory.path / HELD_OUT_FILE),
+        config.eval.cases,
+        "" if config.rollouts is None else config.rollouts.cases,
+    ]
     cases = next((shlex.quote(path) for path in named if Path(path).is_file()), None)
     logger.info("evaluate it: fctune eval --model %s %s", run, "--suite smoke" if cases is None else f"--cases {cases}")
     logger.info("report on it: fctune report %s --out %s", run, shlex.quote(str(directory.path / "report.html")))

@@ -125,7 +125,7 @@ class Meter:
             metrics["router_aux_loss"] = result.router_aux_loss
         if not result.is_applied:
             metrics["is_skipped"] = True
-        elif self._config.grpo is None and (limit := self._spikes.check(result.loss)) is not None:
+        elif self._config.rollouts is None and (limit := self._spikes.check(result.loss)) is not None:
             metrics |= {"is_spike": True, "spike_limit": limit}
         metrics |= self._measure_work(result, data.totals, elapsed_s)
         self._times.add(elapsed_s)

@@ -28,7 +28,9 @@ class Inputs:
 
     ``answer_lengths`` are the numbers of supervised tokens of each answer, int64 ``[a]``, if the objective compares
     answers; the supervised positions are in their order. Rollouts also have their ``advantages``, float64 ``[a]``, and
-    ``logprobs``, those of the supervised tokens under the policy that generated them, float64 ``[n]``.
+    ``logprobs``, those of the supervised tokens under the policy that generated them, float64 ``[n]``. A server of a
+    teacher sends ``teacher_ids``, its most likely tokens at each supervised position, int64 ``[n, k]``, with
+    ``teacher_logprobs``, float32 ``[n, k]``.
     """
 
     tokens: Tensor
@@ -43,6 +45,8 @@ class Inputs:
     answer_lengths: Tensor | None = None
     advantages: Tensor | None = None
     logprobs: Tensor | None = None
+    teacher_ids: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Return the model's keyword arguments on its device; the host does not wait for the copies."""

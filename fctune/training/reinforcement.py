@@ -1,4 +1,4 @@
-"""Reinforcement learning from verdicts: tasks, engine, and publishing of the policy to the engine."""
+"""Learning from a policy's own answers: tasks, engine, and publishing of the policy to the engine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fctune.base.errors import ConfigError
 from fctune.checkpoint.resume import Resume
 from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
+from fctune.config.sections.distill import DistillConfig
 from fctune.config.sections.grpo import GRPOConfig
 from fctune.config.sections.rollouts import is_dialogue_source
 from fctune.data.chat_template import ChatTemplate
@@ -39,10 +40,10 @@ logger = logging.getLogger("fctune")
 
 
 class PolicyTasks(TrainingData):
-    """Tasks that the policy in training answers; its rewarded answers are what the steps train on.
+    """Tasks that the policy in training answers; its answers are what the steps train on.
 
     Args:
-        config: Config of the run, with a ``grpo`` section.
+        config: Config of the run, with a section of rollouts.
         template: Template of the prompts.
         rank: This process; 0 checks the tasks.
     """
@@ -50,21 +51,21 @@ class PolicyTasks(TrainingData):
     loader = None
 
     def __init__(self, config: RunConfig, template: ChatTemplate, rank: int):
-        assert config.grpo is not None
-        self._grpo, self._template = config.grpo, template
-        self.tasks, self.order, self._benchmark = _open_tasks(config.grpo, config, template, rank)
+        assert config.rollouts is not None
+        self._section, self._template = config.rollouts, template
+        self.tasks, self.order, self._benchmark = _open_tasks(config.rollouts, config, template, rank)
 
     def describe(self) -> dict[str, Any]:
         """Return the cases, in the form in which run.json records a prepared set."""
         num_cases = len(self.tasks.ids)
-        inputs = {"cases": self._grpo.cases, "num_cases": num_cases, "validation_share": 0.0}
+        inputs = {"cases": self._section.cases, "num_cases": num_cases, "validation_share": 0.0}
         described = {"path": ".", "fingerprint": self.tasks.digest(), "inputs": inputs}
         return described | ({"benchmark_rows": num_cases} if self._benchmark else {})
 
     def count_steps(self, config: RunConfig, world: World) -> int:
         """Return the number of optimizer steps: those of ``epochs`` passes over the cases if no group is dropped."""
-        batches = config.epochs * math.ceil(len(self.tasks.ids) / self._grpo.prompts_per_step)
-        steps = batches * self._grpo.updates_per_batch
+        batches = config.epochs * math.ceil(len(self.tasks.ids) / self._section.prompts_per_step)
+        steps = batches * self._section.updates_per_batch
         return steps if config.max_steps is None else min(steps, config.max_steps)
 
     def check_resume(self, resume: Resume) -> None:
@@ -72,12 +73,12 @@ class PolicyTasks(TrainingData):
 
     def open_source(self, planned: PlannedRun, stop_if_requested: Callable[[], None]) -> RolloutSource:
         """Return the source of steps on rollouts."""
-        is_shared = self._grpo.server is not None
+        is_shared, name = self._section.server is not None, self._section.section
         if self.tasks.is_exclusive and not is_shared and planned.world.world_size > 1:
             raise ConfigError(
-                f"grpo.cases={self._grpo.cases}: a tool resets this server's state, which {planned.world.world_size} "
-                "processes would share. Set grpo.engine=server, so that one process asks, or concurrency in the file "
-                "to 2 or more if each session has a state of its own."
+                f"{name}.cases={self._section.cases}: a tool resets this server's state, which "
+                f"{planned.world.world_size} processes would share. Set {name}.engine=server, so that one process "
+                "asks, or concurrency in the file to 2 or more if each session has a state of its own."
             )
         engine: PolicyEngine | None
         if is_shared:
@@ -97,7 +98,7 @@ class PolicyTasks(TrainingData):
         self, planned: PlannedRun, stop_if_requested: Callable[[], None]
     ) -> tuple[PolicyServer | None, Callable[[int], None]]:
         """Return rank 0's engine, and the function that loads the adapter in training into the server."""
-        server, directory, opened = self._grpo.server, planned.run.directory.path, list[PolicyServer]()
+        server, directory, opened = self._section.server, planned.run.directory.path, list[PolicyServer]()
         adapter, base = planned.config.adapter, planned.config.model.path
         assert server is not None
         assert adapter is not None
@@ -105,10 +106,11 @@ class PolicyTasks(TrainingData):
         def connect() -> None:
             engine = open_server_engine(
                 *(server, self._template, directory),
-                temperature=self._grpo.temperature,
+                temperature=self._section.temperature,
                 min_positions=planned.config.data.row_tokens,
                 is_resumed=planned.run.resume is not None,
                 log=logger.warning,
+                section=self._section.section,
             )
             opened.append(engine)
 
@@ -127,12 +129,12 @@ class PolicyTasks(TrainingData):
         from transformers import GenerationConfig
 
         model, model_dir, device = planned.model, planned.model_dir, planned.world.device
-        remedy = "Let a server generate: grpo.engine=server"
-        check_memory_to_answer(model, planned.world, "grpo.engine=in_process", remedy)
+        key = f"{self._section.section}.engine"
+        check_memory_to_answer(model, planned.world, f"{key}=in_process", f"Let a server generate: {key}=server")
         engine = LocalEngine(
             model_dir,
-            batch_size=self._grpo.generation_batch_size,
-            sampling=Sampling(self._grpo.temperature, planned.config.seed),
+            batch_size=self._section.generation_batch_size,
+            sampling=Sampling(self._section.temperature, planned.config.seed),
             device=device,
             loads_model=False,
             template_args=planned.config.model.template_args,
@@ -154,15 +156,15 @@ class PolicyTasks(TrainingData):
 
 
 def _open_tasks(
-    grpo: GRPOConfig, config: RunConfig, template: ChatTemplate, rank: int
+    section: GRPOConfig | DistillConfig, config: RunConfig, template: ChatTemplate, rank: int
 ) -> tuple[TaskSet, TaskOrder, str | None]:
     """Return the tasks, their order, and the benchmark that they belong to, if any."""
-    limits = EpisodeLimits(grpo.max_new_tokens, max_tokens=config.data.row_tokens)
-    settings = RolloutSettings(template, limits, grpo.reward)
-    if is_dialogue_source(grpo.cases):
+    limits = EpisodeLimits(section.max_new_tokens, max_tokens=config.data.row_tokens)
+    settings = RolloutSettings(template, limits, section.reward, section.section)
+    if is_dialogue_source(section.cases):
         record = RunFiles(config.output_dir).mcp_calls / f"rank{rank:05d}.jsonl"
         log = logger.warning if rank == 0 else lambda line: None
-        dialogues = open_dialogue_tasks(grpo.cases, grpo.dialogue, settings, record=record, log=log)
+        dialogues = open_dialogue_tasks(section.cases, section.dialogue, settings, record=record, log=log)
         try:
             if rank == 0:
                 dialogues.check()
@@ -170,9 +172,9 @@ def _open_tasks(
             dialogues.close()
             raise
         return dialogues, TaskOrder(dialogues.ids, config.seed), None
-    suite = load_training_suite(grpo.cases, grpo.force_benchmark)
+    suite = load_training_suite(section.cases, section.force_benchmark, section.section)
     tasks = CaseTasks(suite, settings)
-    order = TaskOrder(tasks.ids, config.seed, tasks.categories, grpo.category_shares)
+    order = TaskOrder(tasks.ids, config.seed, tasks.categories, section.category_shares, section.section)
     return tasks, order, benchmark_of(suite)
 
 

@@ -99,10 +99,11 @@ def _iter_conversations(planned: PlannedRun) -> Iterator[Conversation]:
     if prepared is not None and len(prepared.packs["validation"][0]):
         yield from iter_held_out_conversations(config.data, prepared)
         return
+    rollouts = config.rollouts
     named = [
         config.gate.cases if config.gate is not None else None,
         config.eval.cases if config.eval.cases != VALIDATION_CASES else None,
-        config.grpo.cases if config.grpo is not None and not is_dialogue_source(config.grpo.cases) else None,
+        rollouts.cases if rollouts is not None and not is_dialogue_source(rollouts.cases) else None,
     ]
     if (cases := next(filter(None, named), None)) is None:
         return

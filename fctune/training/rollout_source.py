@@ -81,17 +81,18 @@ class RolloutSource:
         meanwhile: Callable[[], None] = lambda: None,
         cost: RowCost = DEFAULT_COST,
     ):
-        assert config.grpo is not None
-        self._config, self._grpo, self._world = config, config.grpo, world
+        section = config.rollouts
+        assert section is not None
+        self._config, self._section, self._world = config, section, world
         self._tasks, self._order, self._engine, self._publish = tasks, order, engine, publish
         self._make_bounds, self._log, self._is_shared = make_bounds, log, is_shared
-        self._num_batches = math.ceil(num_steps / self._grpo.updates_per_batch)
+        self._num_batches = math.ceil(num_steps / self._section.updates_per_batch)
         self._meanwhile, self._cost = meanwhile, cost
         play = self._play_alone if is_shared else self._play_together
         log_once = logger.warning if world.is_main else lambda line: None
-        self._collector = RolloutCollector(self._grpo, order, play, log_once)
+        self._collector = RolloutCollector(self._section, order, play, log_once)
         self._digest = tasks.digest()
-        self._num_ahead = self._grpo.max_staleness if is_shared else 0
+        self._num_ahead = self._section.max_staleness if is_shared else 0
         self._batch: RolloutBatch | None = None  # in training
         self._trained: list[TrainedRollout] = []
         self._position, self._num_flat = order.start, 0  # after that batch
@@ -119,7 +120,13 @@ class RolloutSource:
 
     def take(self, step: int) -> StepData:
         """Return this rank's inputs of global step ``step``; waits for the answers of its batch."""
-        number = (step - 1) // self._grpo.updates_per_batch + 1
+        trained, epoch, metrics = self.take_answers(step)
+        options: dict[str, Any] = {"step": step, "epoch": epoch, "metrics": metrics, "cost": self._cost}
+        return make_step_data(trained, self._config, self._world, self._make_bounds, **options)
+
+    def take_answers(self, step: int) -> tuple[Sequence[TrainedRollout], int, dict[str, float]]:
+        """Return the answers of all ranks that step ``step`` trains, passes over the tasks before, and metrics."""
+        number = (step - 1) // self._section.updates_per_batch + 1
         metrics: dict[str, float] = {}
         if self._batch is None or self._batch.number != number:
             self._set_batch(self._next_batch(number, step))
@@ -130,13 +137,11 @@ class RolloutSource:
                     logger.warning("step %d: %s", step, failures)
                 self._write_log(self._batch, step)
         assert self._batch is not None
-        epoch = self._order.epoch_at(self._batch.start)
-        options: dict[str, Any] = {"step": step, "epoch": epoch, "metrics": metrics, "cost": self._cost}
-        return make_step_data(self._trained, self._config, self._world, self._make_bounds, **options)
+        return self._trained, self._order.epoch_at(self._batch.start), metrics
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Return the state for a checkpoint after ``step``: the position, and the answers not trained yet."""
-        updates = self._grpo.updates_per_batch
+        updates = self._section.updates_per_batch
         is_unfinished = self._batch is not None and step % updates != 0
         with self._lock:
             ahead = {one.number: list(one.rollouts) for one in self._ahead}
@@ -183,7 +188,7 @@ class RolloutSource:
     def _weigh(self, group: Sequence[Rollout]) -> list[TrainedRollout]:
         """Return a group's answers that are trained; their advantages take all of its answers into account."""
         answered = [one for one in group if one.error is None]
-        advantages = compute_advantages([one.reward for one in answered], self._grpo.advantage)
+        advantages = compute_advantages([one.reward for one in answered], self._section.advantage)
         pairs = zip(answered, advantages, strict=True)
         return [TrainedRollout(one, value) for one, value in pairs if self._collector.is_trained(one)]
 
@@ -260,7 +265,7 @@ class RolloutSource:
             "answer_tokens_mean": _mean([one.num_generated for one in answered]),
             "answers": len(rollouts),
             "answers_trained": len(self._trained),
-            "answers_masked": sum(self._grpo.mask_cut and one.is_cut for one in answered),
+            "answers_masked": sum(self._section.mask_cut and one.is_cut for one in answered),
             "answers_failed": len(rollouts) - len(answered),
             "answers_rejected": (rejected := batch.count_rejected()).total(),
             "groups_dropped": len(batch.dropped),

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from fctune.data.chunk_encoder import Counts
 from fctune.data.loader import DEFAULT_COST, Batch, GlobalStep, RowCost
 from fctune.data.packing import pack_best_fit
 from fctune.data.prepared_set import PreparedSet
+from fctune.engines.teacher_server import TopLogprobs
 from fctune.models.attention import MakeBounds
 from fctune.tasks.rollouts import Rollout
 from fctune.training.loop import build_loader
@@ -26,10 +28,11 @@ _NO_PACKS = (np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
 
 @dataclass(frozen=True, slots=True)
 class TrainedRollout:
-    """A rollout to train on, with its advantage."""
+    """A rollout to train on, with its advantage, and with a teacher's scores if it is distilled from a server."""
 
     rollout: Rollout
     advantage: float
+    scores: TopLogprobs | None = None
 
 
 def make_step_data(
@@ -105,7 +108,7 @@ def _add_answers(
     trained: Sequence[TrainedRollout],
     is_pinned: bool,
 ) -> Inputs:
-    """Return the inputs with the rollouts' lengths, advantages and log-probabilities, in the order of the batch."""
+    """Return the inputs with the rollouts' lengths, advantages, log-probabilities and scores, in the batch's order."""
     packs = [step.packs[row] for row in batch.rows if row >= 0]
     mine = [trained[member] for pack in packs for member in prepared.members("train", pack)]
     logprobs = [
@@ -119,6 +122,12 @@ def _add_answers(
         torch.tensor([one.advantage for one in mine], dtype=torch.float64),
         torch.tensor(logprobs, dtype=torch.float64),
     ]
+    scores = [one.scores for one in mine if one.scores is not None]
+    if scores:
+        tensors.append(torch.from_numpy(np.concatenate([one.ids for one in scores])))
+        tensors.append(torch.from_numpy(np.concatenate([one.logprobs for one in scores])))
     if is_pinned:
         tensors = [tensor.pin_memory() for tensor in tensors]
-    return replace(inputs, answer_lengths=tensors[0], advantages=tensors[1], logprobs=tensors[2])
+    names = ("answer_lengths", "advantages", "logprobs", "teacher_ids", "teacher_logprobs")
+    added: dict[str, Any] = dict(zip(names, tensors, strict=False))
+    return replace(inputs, **added)

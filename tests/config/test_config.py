@@ -358,6 +358,7 @@ _OF_OTHERS = {
     "--disable-log-stats",
     "--help",
     "--heat",
+    "--max-logprobs",
     "--max-model-len",
     "--gpus-per-node",
     "--no-deps",

@@ -89,6 +89,7 @@ class VllmStandIn:
         self.updates_at_run_time = options.pop("updates_at_run_time", True)
         self.max_lora_rank = options.pop("max_lora_rank", 16)
         self.max_model_len = options.pop("max_model_len", 2048)
+        self.max_logprobs = options.pop("max_logprobs", 20)
         self.is_blind = options.pop("is_blind", False)
         self.names = options.pop("names", ["base"])
         assert not options
@@ -103,6 +104,8 @@ class VllmStandIn:
         self.fails_with: tuple[int, str] | None = None
         # Spoils answers by a name of LIES; it gets the request, and None leaves an answer true.
         self.choose_lie: Callable[[dict[str, Any]], str | None] = lambda body: None
+        # Changes the log-probabilities of a prompt before they are sent.
+        self.spoil_scores: Callable[[list[Any]], Any] = lambda scores: scores
         self.lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
         self.start()
@@ -200,7 +203,11 @@ class VllmStandIn:
         time.sleep(self.delay_s)
         self.is_answering.wait()
         if "prompt_logprobs" in body:
-            return 200, {"choices": [{"index": 0, "text": "", "prompt_logprobs": self._score(model, prompt)}]}
+            if (num := body["prompt_logprobs"]) > self.max_logprobs:
+                said = f"Requested prompt logprobs of {num}, which is greater than max allowed: {self.max_logprobs}"
+                return 400, {"error": {"message": said}}
+            scores = self.spoil_scores(self._score(model, prompt, num))
+            return 200, {"choices": [{"index": 0, "text": "", "prompt_logprobs": scores}]}
         ids, logprobs, reason = self._sample(model, body)
         choice = {"index": 0, "text": self.tokenizer.decode(ids), "finish_reason": reason}
         choice |= {"token_ids": ids, "prompt_token_ids": prompt, "logprobs": {"token_logprobs": logprobs}}
@@ -208,11 +215,16 @@ class VllmStandIn:
             return 200, spoiled
         return 200, {"id": "cmpl-1", "object": "text_completion", "model": name, "choices": [choice]}
 
-    def _score(self, model: Any, prompt: list[int]) -> list[Any]:
+    def _score(self, model: Any, prompt: list[int], num: int) -> list[Any]:
+        """Return the log-probability of each token of a prompt, and those of the most likely tokens at its position."""
         with torch.no_grad(), self.lock:
             logprobs = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
-        pairs = enumerate(prompt[1:])
-        return [None, *({str(i): {"logprob": float(logprobs[at, i]), "rank": 1}} for at, i in pairs)]
+        scores: list[Any] = [None]
+        for at, token in enumerate(prompt[1:]):
+            named = dict.fromkeys([token, *logprobs[at].topk(num).indices.tolist()])
+            ranks = {i: int((logprobs[at] > logprobs[at, i]).sum()) + 1 for i in named}
+            scores.append({str(i): {"logprob": float(logprobs[at, i]), "rank": ranks[i]} for i in named})
+        return scores
 
     def _sample(self, model: Any, body: dict[str, Any]) -> tuple[list[int], list[float], str]:
         generator = torch.Generator().manual_seed(body["seed"])

@@ -15,22 +15,26 @@ from unittest.mock import patch
 from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.training.entry import run_recipe
+from recipes.full_distill_distributed import FullDistillRecipe
 from recipes.full_fc_distributed import FullFunctionCallingRecipe
+from recipes.lora_distill_distributed import LoRADistillRecipe
 from recipes.lora_dpo_distributed import LoRAPreferenceRecipe
 from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 from recipes.lora_grpo_distributed import LoRAPolicyRecipe
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
-Kind = Literal["lora", "full", "dpo", "grpo"]
+Kind = Literal["lora", "full", "dpo", "grpo", "distill", "full_distill"]
 
 RECIPES: dict[Kind, Any] = {
     "lora": LoRAFunctionCallingRecipe,
     "full": FullFunctionCallingRecipe,
     "dpo": LoRAPreferenceRecipe,
     "grpo": LoRAPolicyRecipe,
+    "distill": LoRADistillRecipe,
+    "full_distill": FullDistillRecipe,
 }
-CONFIGS: dict[Kind, str] = {kind: str(ROOT / "configs" / f"tiny_{kind}.yaml") for kind in RECIPES}
+CONFIGS: dict[Kind, str] = {kind: str(ROOT / "configs" / f"tiny_{kind.removeprefix('full_')}.yaml") for kind in RECIPES}
 
 
 def arguments_for(output: Path, *overrides: str, kind: Kind = "lora") -> list[str]:

@@ -119,7 +119,7 @@ def plan_rollouts(
     pack_s: float,
     training_bytes: float = 0.0,
 ) -> RolloutPlan | None:
-    """Plan the generation of a run; None for a run without ``grpo``.
+    """Plan the generation of a run; None for a run without its own answers.
 
     Args:
         config: Config of the run.
@@ -130,11 +130,11 @@ def plan_rollouts(
         pack_s: Seconds that training takes for one row of ``data.seq_len`` tokens.
         training_bytes: Memory of training on a rank between two steps.
     """
-    if (grpo := config.grpo) is None:
+    if (section := config.rollouts) is None:
         return None
-    is_server = grpo.engine == "server"
-    at_a_time = grpo.server.concurrency if grpo.server is not None else grpo.generation_batch_size * num_gpus
-    num_answers = grpo.answers_per_batch
+    is_server = section.engine == "server"
+    at_a_time = section.server.concurrency if section.server is not None else section.generation_batch_size * num_gpus
+    num_answers = section.answers_per_batch
     concurrent = min(at_a_time, num_answers)
     # In process each rank has all weights and its own answers; a server splits the weights.
     weights = num_parameters * _WIDTH / (num_gpus if is_server else 1)
@@ -143,12 +143,12 @@ def plan_rollouts(
     read_s = (weights + cache / 2) / (gpu.memory_gb_s * 1e9)
     compute_s = 2 * num_parameters * concurrent / num_gpus / (gpu.tflops(_WIDTH) * 1e12)
     step_s = max(read_s, compute_s)
-    tokens = num_answers * grpo.max_new_tokens
+    tokens = num_answers * section.max_new_tokens
     if is_server:
         tokens_per_s = concurrent / step_s  # a new answer begins as soon as one has ended
         generation_s = tokens / tokens_per_s
     else:
-        generation_s = math.ceil(num_answers / at_a_time) * grpo.max_new_tokens * step_s
+        generation_s = math.ceil(num_answers / at_a_time) * section.max_new_tokens * step_s
         tokens_per_s = tokens / generation_s
     return RolloutPlan(
         num_gpus=num_gpus,
@@ -161,7 +161,7 @@ def plan_rollouts(
         tokens_per_s=tokens_per_s,
         generation_s=generation_s,
         training_s=num_answers * pack_s,
-        is_overlapped=is_server and grpo.max_staleness > 0,
+        is_overlapped=is_server and section.max_staleness > 0,
     )
 
 
@@ -190,8 +190,8 @@ def estimate_run(
     """Return the time, files and cost of a run in a setting, whose peak memory and step time are known."""
     config, memory, gpus = search.config, search.memory, setting.world_size
     nodes = max(1, gpus // request.gpus_per_node)
-    grpo, footprint, step_s = config.grpo, peak.footprint, time.total_s
-    is_served = grpo is not None and grpo.engine == "server"
+    section, footprint, step_s = config.rollouts, peak.footprint, time.total_s
+    is_served = section is not None and section.engine == "server"
     server_gpus = (request.server_gpus or request.gpus_per_node) if is_served else 0
     rollouts = plan_rollouts(
         config,
@@ -202,8 +202,8 @@ def estimate_run(
         time.total_s / config.global_batch_size,
         footprint.state + footprint.buffers + footprint.context,
     )
-    if rollouts is not None and grpo is not None:
-        step_s = rollouts.batch_s / grpo.updates_per_batch
+    if rollouts is not None and section is not None:
+        step_s = rollouts.batch_s / section.updates_per_batch
     rates = request.disk_gb_s, request.failures_per_gpu_day
     storage = plan_storage(memory, config, gpus, search.rows, *rates, setting.shard, num_steps, step_s)
     startup = _estimate_startup(search, request, nodes, setting.replicate, storage.base_bytes)

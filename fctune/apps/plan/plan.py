@@ -290,7 +290,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     setting, reason = search.configured()
     peak = search.memory.peak(setting)
     num_steps = config.max_steps
-    if config.grpo is None and search.rows is not None:
+    if config.rollouts is None and search.rows is not None:
         num_steps = count_steps(search.config, search.rows.packs)
     parameters = search.memory.all.tensors
     return Plan(

@@ -309,8 +309,10 @@ def list_hub_repositories(config: RunConfig) -> list[tuple[RepoKind, str, str | 
     """List the hub repositories that a config names: kind, name, revision (None: the newest) and config key."""
     keys: list[tuple[RepoKind, str, str]] = [("model", "model.path", config.model.path)]
     keys += [("dataset", key, path) for key, path in list_source_paths(config).items()]
-    if config.grpo is not None and config.grpo.cases.startswith(RECORDED):
-        keys.append(("dataset", "grpo.cases", config.grpo.cases.removeprefix(RECORDED)))
+    if (rollouts := config.rollouts) is not None and rollouts.cases.startswith(RECORDED):
+        keys.append(("dataset", f"{rollouts.section}.cases", rollouts.cases.removeprefix(RECORDED)))
+    if config.distill is not None and config.distill.teacher is not None:
+        keys.append(("model", "distill.teacher", config.distill.teacher))
     repositories: list[tuple[RepoKind, str, str | None, str]] = []
     for kind, key, path in keys:
         spec, _, revision = path.removeprefix("hf:").partition("@")

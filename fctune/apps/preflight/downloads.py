@@ -111,7 +111,9 @@ def _pin(config: RunConfig, kind: RepoKind, name: str, key: str, local: Path) ->
     """Return the override that replaces a repository by its snapshot."""
     if kind == "model":
         return f"{key}=hf:{name}@{local.name}"
-    path = config.grpo.cases if config.grpo is not None and key == "grpo.cases" else list_source_paths(config)[key]
+    rollouts = config.rollouts
+    is_cases = rollouts is not None and key == f"{rollouts.section}.cases"
+    path = rollouts.cases if rollouts is not None and is_cases else list_source_paths(config)[key]
     prefix, _, spec = path.partition("hf:")
     rest = spec.partition("@")[0].partition(":")[2]
     return f"{key}={prefix}hf:{local}" + (f":{rest}" if rest else "")

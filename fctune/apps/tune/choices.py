@@ -340,7 +340,7 @@ def list_shipped() -> list[Shipped]:
     found = []
     for path in list_shipped_configs():
         values = compose_config(path, RunConfig).values
-        if "adapter" not in values or not values.get("data") or {"preference", "grpo"} & values.keys():
+        if "adapter" not in values or not values.get("data") or {"preference", "grpo", "distill"} & values.keys():
             continue
         model = str(values["model"]["path"])
         name = parse_name(model)

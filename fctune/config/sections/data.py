@@ -181,7 +181,7 @@ class DataConfig:
     """Training rows: sources, rendering, supervision and packing."""
 
     sources: list[SourceConfig] = field(default_factory=list)
-    """Sources, read in this order. Required, except with a `grpo` section."""
+    """Sources, read in this order. Required, except with a `grpo` section, or with `distill.on_policy_share: 1`."""
     validation_share: Annotated[float, Range(ge=0, lt=1)] = 0.02
     """Share of conversations held out for validation; chosen by hash, so a conversation keeps its split when rows are
     added. Of 20 or more, at least one is held out; 0: none."""

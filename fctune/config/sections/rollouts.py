@@ -1,17 +1,29 @@
-"""Config of rollouts: the server of the policy, and limits of multi-turn dialogues."""
+"""Config of rollouts: the cases, the engine that answers them, and limits of multi-turn dialogues."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
 
-from fctune.config.fields import AT_LEAST_1, Null, Range, SectionProblems, join_key
+from fctune.config.fields import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    MAY_CHANGE,
+    SAME_CONTENT,
+    SHARE,
+    Null,
+    Range,
+    SectionProblems,
+    join_key,
+)
+from fctune.config.parsing import describe_no_file
 from fctune.config.server_address import find_address_problem
 
 ENVIRONMENT, RECORDED, MCP = "environment:", "recorded:", "mcp:"
-"""How ``grpo.cases`` names tasks in environments, rows with recorded results, and tasks with an MCP server."""
+"""How ``cases`` names tasks in environments, rows with recorded results, and tasks with an MCP server."""
 
 _TASKS = re.compile(r"environment:(?P<names>[^,]+(?:,[^,]+)*):(?P<num_tasks>[1-9][0-9]*)")
 
@@ -55,8 +67,85 @@ class DialogueConfig:
     """Results in place of an MCP server: the folder `mcp_calls` of an earlier run."""
 
 
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    """How the model in training answers cases: the part that sections with rollouts share."""
+
+    section: ClassVar[str]
+    """Name of the section."""
+
+    cases: Annotated[str, SAME_CONTENT]
+    """JSONL file of cases (`fctune data cases`), suite in YAML, `synthetic:SPLIT:ROWS[:SEED]`, or multi-turn dialogues
+    (see `dialogue`)."""
+    force_benchmark: bool = False
+    """Allow cases of a benchmark, which can then no longer measure the model."""
+    category_shares: Annotated[dict[str, float] | None, Null("as among the cases")] = None
+    """Share of categories among the cases of a batch, such as `{no_call: 0.3}`; the other categories share the rest. A
+    dropped group is replaced by a case of the same category. Cases from `fctune data cases` have the categories `call`
+    and `no_call`. Not for dialogues."""
+    max_new_tokens: Annotated[int, AT_LEAST_1] = 256
+    """Maximum length of an answer in tokens; prompt and answer together must fit in `data.seq_len`."""
+    temperature: Annotated[float, Range(gt=0)] = 1.0
+    """Temperature of the answers. At any value other than 1, answers come from a slightly different distribution from
+    the one that is trained, because log-probabilities are taken before the temperature is applied."""
+    engine: Annotated[Literal["in_process", "server"], MAY_CHANGE] = "in_process"
+    """Engine that generates: the model in training, gathered on each rank, or a server."""
+    generation_batch_size: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 64
+    """Answers that a rank generates at once, in process."""
+    server: Annotated[ServerConfig | None, Null("none"), MAY_CHANGE] = None
+    """The server, with `engine: server`."""
+    dialogue: DialogueConfig = field(default_factory=DialogueConfig)
+    """Limits of dialogues, which `cases` names as `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, as
+    `mcp:FILE`, a file of tasks with an MCP server, or as `recorded:ROWS`, a file of rows with calls and their results
+    (docs/environments.md). Their rewards have different parts: `solved`, `progress`, in environments and with MCP
+    servers `economy` and `validity`, and `random`."""
+    max_staleness: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 1
+    """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
+
+    def check(self, where: str, problems: SectionProblems) -> None:
+        """Check that local cases exist, and that a server is named if one generates."""
+        if (self.engine == "server") != (self.server is not None):
+            key, other = join_key(where, "engine"), join_key(where, "server")
+            remedy = f"set {other}.url" if self.server is None else f"remove {other}, or set {key}=server"
+            problems.add(
+                ("engine", "server"),
+                f"{key}={self.engine}: {other} is required by engine=server, and only by that; {remedy}",
+            )
+        self._check_shares(join_key(where, "category_shares"), problems)
+        if is_dialogue_source(self.cases):
+            for problem in find_source_problems(self.cases, f"{join_key(where, 'cases')}="):
+                problems.add(("cases",), problem)
+            replay, key = self.dialogue.replay, join_key(where, "dialogue.replay")
+            if replay is not None and not self.cases.startswith(MCP):
+                problems.add(("cases", "dialogue"), f"{key}: only for cases of an MCP server; remove it")
+            elif replay is not None and not os.path.exists(replay):
+                problems.add(("dialogue",), f"{key}={replay}: does not exist; name the folder mcp_calls of a run")
+        elif not self.cases.startswith("synthetic:") and not os.path.isfile(self.cases):
+            problems.add(
+                ("cases",),
+                f"{join_key(where, 'cases')}={self.cases}: {describe_no_file(self.cases)}; make one with "
+                "fctune data cases ROWS --out FILE",
+            )
+
+    def _check_shares(self, key: str, problems: SectionProblems) -> None:
+        """Check that the shares are shares of a batch of single turns."""
+        if self.category_shares is None:
+            return
+        if is_dialogue_source(self.cases):
+            problems.add(
+                ("category_shares", "cases"), f"{key}: only for cases of one turn, not for {self.cases}; remove it"
+            )
+        wrong = {name: share for name, share in self.category_shares.items() if not SHARE.contains(share)}
+        for name, share in wrong.items():
+            problems.add(("category_shares",), f"{key}.{name}={share}: expected {SHARE.describe()}")
+        if not wrong and (total := math.fsum(self.category_shares.values())) > 1 + 1e-9:
+            problems.add(("category_shares",), f"{key}: the shares sum to {total:g}; expected at most 1")
+        if not self.category_shares:
+            problems.add(("category_shares",), f"{key}={{}}: empty; write e.g. {{no_call: 0.3}}, or remove the key")
+
+
 def is_dialogue_source(cases: str) -> bool:
-    """Return True if ``grpo.cases`` names multi-turn dialogues."""
+    """Return True if ``cases`` names multi-turn dialogues."""
     return cases.startswith((ENVIRONMENT, RECORDED, MCP))
 
 

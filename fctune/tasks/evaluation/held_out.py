@@ -125,7 +125,7 @@ def find_run(path: Path) -> Path | None:
 
 
 class _Source(NamedTuple):
-    """Something that a run was trained on: rows, preference pairs, or cases of reinforcement."""
+    """Something that a run was trained on: rows, preference pairs, or cases that it answered itself."""
 
     path: str
     kind: Literal["rows", "pairs", "cases"] = "rows"
@@ -139,8 +139,8 @@ class _Source(NamedTuple):
 def _read_sources(run: Path) -> list[_Source]:
     try:
         config = json.loads(RunFiles(run).run.read_text(encoding="utf-8"))["config"]
-        grpo, sources = config.get("grpo"), _list_sources(config["data"])
-        cases = "" if grpo is None else str(grpo["cases"])
+        rollouts, sources = config.get("grpo") or config.get("distill"), _list_sources(config["data"])
+        cases = "" if rollouts is None else str(rollouts["cases"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{RunFiles(run).run}: does not name the run's training data ({type(error).__name__}). "

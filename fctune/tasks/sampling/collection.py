@@ -19,6 +19,7 @@ import numpy as np
 from fctune.base.errors import ConfigError, DataError
 from fctune.config.intervals import format_count
 from fctune.config.parsing import suggest
+from fctune.config.sections.distill import DistillConfig
 from fctune.config.sections.grpo import GRPOConfig
 from fctune.data.loader import shuffled
 from fctune.tasks.episode import make_seed
@@ -51,6 +52,7 @@ class TaskOrder:
         categories: Category of each task; only needed with shares.
         shares: Share of each category among the prompts of a batch; categories without one share the rest by their
             numbers of tasks. None draws from all tasks alike.
+        section: Config section of the shares, for messages.
 
     Raises:
         ConfigError: A category does not exist, or the shares leave a part of a batch without tasks, or tasks without
@@ -63,13 +65,14 @@ class TaskOrder:
         seed: int,
         categories: Mapping[str, str] | None = None,
         shares: Mapping[str, float] | None = None,
+        section: str = "grpo",
     ):
         self.seed, self.shares = seed, dict(sorted(shares.items())) if shares else None
         self._names: list[str | None] = [None]
         self._pools, self._parts = [list(ids)], [1.0]
         if shares:
             assert categories is not None, "shares need categories"
-            self._split(categories, shares)
+            self._split(categories, shares, f"{section}.category_shares")
         self._shuffled: dict[int, tuple[int, np.ndarray]] = {}
 
     @property
@@ -116,9 +119,8 @@ class TaskOrder:
             known = self._shuffled[pool] = (epoch, shuffled(size, self.seed, epoch))
         return int(known[1][index])
 
-    def _split(self, categories: Mapping[str, str], shares: Mapping[str, float]) -> None:
+    def _split(self, categories: Mapping[str, str], shares: Mapping[str, float], where: str) -> None:
         """Make the pools of the shares."""
-        where = "grpo.category_shares"
         (ids,) = self._pools
         known = sorted({categories[one] for one in ids})
         for name in shares:
@@ -197,7 +199,7 @@ class RolloutCollector:
     """Collects batches of rollouts.
 
     Args:
-        config: The ``grpo`` section.
+        config: The section of the rollouts. In groups of one answer, nothing is compared, and none is flat.
         order: Order of the tasks, with the seeds of their answers.
         play: Function that generates and rewards the answers to requests.
         log: Called with a line if all answers of the first batch, or of one after a batch to learn from, have one
@@ -205,7 +207,11 @@ class RolloutCollector:
     """
 
     def __init__(
-        self, config: GRPOConfig, order: TaskOrder, play: Play, log: Callable[[str], None] = lambda line: None
+        self,
+        config: GRPOConfig | DistillConfig,
+        order: TaskOrder,
+        play: Play,
+        log: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._order, self._play, self._log = config, order, play, log
 
@@ -239,7 +245,8 @@ class RolloutCollector:
                 num_flat += 1
                 self._check_flat(batch, num_flat)
             batch.num_rounds += 1
-        if all(is_flat(group) for group in batch.groups):  # kept, since drop_flat_groups is off
+        # Flat groups are kept if drop_flat_groups is off.
+        if config.group_size > 1 and all(is_flat(group) for group in batch.groups):
             num_flat += 1
             self._check_flat(batch, num_flat)
         else:
@@ -281,7 +288,8 @@ class RolloutCollector:
         return [(draw.pool, group) for draw, group in zip(draws, answered, strict=True)]
 
     def _is_dropped(self, group: Sequence[Rollout]) -> bool:
-        if sum(one.error is None for one in group) < 2 or not any(self.is_trained(one) for one in group):
+        num_answered, num_needed = sum(one.error is None for one in group), min(2, self._config.group_size)
+        if num_answered < num_needed or not any(self.is_trained(one) for one in group):
             return True
         return self._config.drop_flat_groups and is_flat(group)
 

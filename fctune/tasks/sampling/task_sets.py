@@ -36,7 +36,7 @@ def open_dialogue_tasks(
     """Open the tasks of ``environment:NAMES:TASKS``, ``mcp:FILE`` or ``recorded:ROWS``.
 
     Args:
-        cases: Value of ``grpo.cases``.
+        cases: Value of ``cases`` in the section of the rollouts.
         config: Limits of dialogues and environments.
         settings: How tasks are asked and rewarded; ``config`` limits their turns.
         split: Side of the tasks of environments and MCP servers.
@@ -104,6 +104,7 @@ def open_server_engine(
     min_positions: int = 0,
     is_resumed: bool = False,
     log: Callable[[str], None] = lambda line: None,
+    section: str = "grpo",
 ) -> PolicyServer:
     """Connect to the server that a config names.
 
@@ -115,6 +116,7 @@ def open_server_engine(
         min_positions: Smallest context of the server, in tokens.
         is_resumed: Wait for the server if it is not there yet.
         log: Called with a line when the server is lost or back.
+        section: Config section of the server, for messages.
 
     Raises:
         ConfigError: No server answers, or it does not serve this model.
@@ -133,15 +135,17 @@ def open_server_engine(
         patience=ServerPatience(max_wait_s=config.max_wait_s),
         is_resumed=is_resumed,
         log=log,
+        key=f"{section}.server",
     )
 
 
-def load_training_suite(path: str, is_forced: bool = False) -> Suite:
+def load_training_suite(path: str, is_forced: bool = False, section: str = "grpo") -> Suite:
     """Load training cases: those of a suite's file, or the last turns of synthetic rows.
 
     Args:
         path: JSONL file of cases, suite in YAML, or ``synthetic:SPLIT:ROWS[:SEED]``.
         is_forced: Accept the cases of a benchmark.
+        section: Config section that names them, for messages.
 
     Raises:
         ConfigError: The cases belong to a benchmark, and ``is_forced`` is False.
@@ -155,7 +159,8 @@ def load_training_suite(path: str, is_forced: bool = False) -> Suite:
         suite = load_suite(path)
     if (benchmark := benchmark_of(suite)) is not None and not is_forced:
         raise ConfigError(
-            f"grpo.cases={path}: belongs to a benchmark ({benchmark}), which cannot measure a model that has learned "
-            "from it. Use other cases, or set grpo.force_benchmark=true; every output of the run then says so."
+            f"{section}.cases={path}: belongs to a benchmark ({benchmark}), which cannot measure a model that has "
+            f"learned from it. Use other cases, or set {section}.force_benchmark=true; every output of the run then "
+            "says so."
         )
     return suite
