@@ -107,7 +107,8 @@ class GRPOConfig:
     """Limits of dialogues, which `cases` names as `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, as
     `mcp:FILE`, a file of tasks with an MCP server, or as `recorded:ROWS`, a file of rows with calls and their results
     (docs/environments.md). Their rewards have different parts: `solved`, `progress`, in environments and with MCP
-    servers `economy` and `validity`, and `random`."""
+    servers `economy` and `validity`, and `random`. With `agent:FILE`, an agent that carries tasks out, the file has
+    the limits, and the parts are `score`, `solved` and `random`."""
     max_staleness: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 1
     """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
 

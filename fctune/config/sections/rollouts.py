@@ -10,8 +10,8 @@ from typing import Annotated
 from fctune.config.fields import AT_LEAST_1, Null, Range, SectionProblems, join_key
 from fctune.config.server_address import find_address_problem
 
-ENVIRONMENT, RECORDED, MCP = "environment:", "recorded:", "mcp:"
-"""How ``grpo.cases`` names tasks in environments, rows with recorded results, and tasks with an MCP server."""
+ENVIRONMENT, RECORDED, MCP, AGENT = "environment:", "recorded:", "mcp:", "agent:"
+"""How ``grpo.cases`` names tasks in environments, rows with recorded results, tasks with an MCP server or an agent."""
 
 _TASKS = re.compile(r"environment:(?P<names>[^,]+(?:,[^,]+)*):(?P<num_tasks>[1-9][0-9]*)")
 
@@ -57,7 +57,7 @@ class DialogueConfig:
 
 def is_dialogue_source(cases: str) -> bool:
     """Return True if ``grpo.cases`` names multi-turn dialogues."""
-    return cases.startswith((ENVIRONMENT, RECORDED, MCP))
+    return cases.startswith((ENVIRONMENT, RECORDED, MCP, AGENT))
 
 
 def parse_environments(cases: str) -> tuple[list[str], int] | None:
@@ -76,4 +76,7 @@ def find_source_problems(cases: str, key: str) -> list[str]:
     path = cases.removeprefix(MCP)
     if cases.startswith(MCP) and not os.path.isfile(path):
         return [f"{key}{cases}: {path} does not exist; name a file of tasks with an MCP server"]
+    path = cases.removeprefix(AGENT)
+    if cases.startswith(AGENT) and not os.path.isfile(path):
+        return [f"{key}{cases}: {path} does not exist; name a file of tasks for an agent"]
     return []
