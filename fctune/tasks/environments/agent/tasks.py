@@ -111,6 +111,7 @@ class AgentTasks(TaskSet):
         super().__init__(settings)
         self._file, self._log, self._record = file, log, record
         self._specs = {f"{name}/{task_id}": task for task_id, task in tasks.items()}
+        self._scorer = Scorer(file.scorer)
         self._proxy: AgentProxy | None = None
         self._warned: set[str] = set()
         self._is_over = threading.Event()
@@ -168,7 +169,7 @@ class AgentTasks(TaskSet):
         assert isinstance(episode.task, AgentTask)
         run = episode.task.run
         assert run is not None
-        score = ask_scorer(self._file.scorer, self._describe(episode.task, run), run.directory)
+        score = self._scorer.ask(self._describe(episode.task, run), run.directory)
         return {"score": score, "solved": float(score == 1)}
 
     def close(self) -> None:
@@ -211,8 +212,6 @@ class AgentTasks(TaskSet):
             finally:
                 session.close()
                 proxy.forget(name)
-            if self._is_over.is_set():
-                episode.fail("the run has ended")
             sequences = merge_answers(task.run.answers) if task.run is not None else []
             if sequences:
                 episode.tokens = sequences[0]
@@ -262,6 +261,8 @@ class AgentTasks(TaskSet):
         """Set what an agent's run says about its episode."""
         code, errors, answers, session = run.finished.code, run.finished.errors, run.answers, run.session
         reason = "" if not errors.last_line else f": {errors.last_line[:_MAX_SHOWN]}"
+        if code is None and self._is_over.is_set():
+            raise TaskError("the run has ended")
         if code is None:
             session.is_cut = True
             self._warn("time", f"{episode.task.id}: the agent was killed after {self._file.time_limit_s:g} s")
@@ -307,43 +308,53 @@ def _show(answer: SessionAnswer) -> str:
     return "\n".join([answer.message.content or "", *calls]).strip()
 
 
-def ask_scorer(scorer: ScorerConfig, episode: Mapping[str, Any], directory: Path) -> float:
-    """Return the score of an episode, from 0 to 1.
+class Scorer:
+    """Asks what scores an agent's episodes; thread-safe.
 
     Args:
-        scorer: What scores it.
-        episode: The episode, as JSON values.
-        directory: Directory of the episode, which a command may look at.
-
-    Raises:
-        TaskError: The scorer fails, takes too long, or says anything but a score.
+        config: The command or endpoint.
     """
-    if scorer.endpoint is not None:
-        client = HttpClient(scorer.endpoint, None, RetryPolicy(max_attempts=3, timeout_s=scorer.timeout_s))
+
+    def __init__(self, config: ScorerConfig):
+        self._config = config
+        self._client = HttpClient("", None, RetryPolicy(max_attempts=3, timeout_s=config.timeout_s))
+
+    def ask(self, episode: Mapping[str, Any], directory: Path) -> float:
+        """Return the score of an episode, from 0 to 1.
+
+        Args:
+            episode: The episode, as JSON values.
+            directory: Directory of the episode, which a command may look at.
+
+        Raises:
+            TaskError: The scorer fails, takes too long, or says anything but a score.
+        """
+        command, endpoint, timeout_s = self._config.command, self._config.endpoint, self._config.timeout_s
+        if endpoint is not None:
+            try:
+                return self._client.post(endpoint, dict(episode), read_score)
+            except RequestError as error:
+                raise TaskError(f"the scorer at {endpoint}: {error}") from None
+        assert command is not None
+        values = {**episode["task"], "episode_dir": str(directory), "task_file": str(directory / "task.json")}
+        environment = list_variables() | {"FCTUNE_EPISODE_DIR": str(directory)}
+        given = json.dumps(episode, ensure_ascii=False).encode("utf-8", "replace")
         try:
-            return client.post("", dict(episode), read_score)
-        except RequestError as error:
-            raise TaskError(f"the scorer at {scorer.endpoint}: {error}") from None
-    assert scorer.command is not None
-    values = {**episode["task"], "episode_dir": str(directory), "task_file": str(directory / "task.json")}
-    environment = list_variables() | {"FCTUNE_EPISODE_DIR": str(directory)}
-    given = json.dumps(episode, ensure_ascii=False).encode("utf-8", "replace")
-    try:
-        command = lead_group(fill_command(scorer.command, values))
-        done = run_command(command, given, scorer.timeout_s, environment, _MAX_OUTPUT_BYTES, keeps_end=True)
-    except KeyError as error:
-        raise TaskError(f"the scorer's command has {{{error.args[0]}}}, which the task lacks") from None
-    except (OSError, ValueError) as error:
-        raise TaskError(f"the scorer cannot be started: {error}") from None
-    if done.code is None:
-        raise TaskError(f"the scorer took longer than {scorer.timeout_s:g} s")
-    if done.code:
-        raise TaskError(f"the scorer ended with code {done.code}: {done.errors.last_line[:_MAX_SHOWN]}")
-    try:
-        return read_score(json.loads(done.output.last_line))
-    except (ValueError, RecursionError):
-        said = done.output.last_line[:_MAX_SHOWN] or "nothing"
-        raise TaskError(f"the scorer said {said}; expected a number from 0 to 1, or an object with score") from None
+            words = lead_group(fill_command(command, values))
+            done = run_command(words, given, timeout_s, environment, _MAX_OUTPUT_BYTES, keeps_end=True)
+        except KeyError as error:
+            raise TaskError(f"the scorer's command has {{{error.args[0]}}}, which the task lacks") from None
+        except (OSError, ValueError) as error:
+            raise TaskError(f"the scorer cannot be started: {error}") from None
+        if done.code is None:
+            raise TaskError(f"the scorer took longer than {timeout_s:g} s")
+        if done.code:
+            raise TaskError(f"the scorer ended with code {done.code}: {done.errors.last_line[:_MAX_SHOWN]}")
+        try:
+            return read_score(json.loads(done.output.last_line))
+        except (ValueError, RecursionError):
+            said = done.output.last_line[:_MAX_SHOWN] or "nothing"
+            raise TaskError(f"the scorer said {said}; expected a number from 0 to 1, or an object with score") from None
 
 
 def read_score(value: Any) -> float:
