@@ -268,7 +268,8 @@ class AgentSession:
         try:
             for row in events:
                 if row["event"] == "answer":
-                    self._add(self._read(row))
+                    self._add(answer := self._read(row))
+                    self._prompts[_digest_ids(answer.tokens.prompt_ids)] += 1
                 elif row["event"] in ("lost", "received"):
                     self._answers[row["number"] - 1].num_received = int(row["event"] == "received")
         except (LookupError, TypeError, ValueError, RowError) as error:
@@ -393,7 +394,7 @@ class AgentSession:
 
     def _make_seed(self, ids: Sequence[int]) -> int:
         """Return the seed of an answer, which depends on what is asked and not on what else is asked meanwhile."""
-        digest = hashlib.blake2b(repr(ids).encode(), digest_size=16).hexdigest()
+        digest = _digest_ids(ids)
         with self._lock:
             self._prompts[digest] += 1
             return make_seed(self._seed, digest, self._prompts[digest])
@@ -476,6 +477,10 @@ class AgentSession:
 
 _History = tuple[str, tuple[Hashable, ...]]
 """Tools and messages of a conversation, equal for those that differ only in how a client writes them."""
+
+
+def _digest_ids(ids: Sequence[int]) -> str:
+    return hashlib.blake2b(repr(ids).encode(), digest_size=16).hexdigest()
 
 
 def _name_head(conversation: Conversation) -> str:
