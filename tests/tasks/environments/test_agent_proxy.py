@@ -428,6 +428,28 @@ def test_a_lost_server_is_told_to_the_agent_and_to_the_run(template: ChatTemplat
         assert isinstance(proxy.failure, ConfigError)
 
 
+def test_what_an_ended_episode_still_waits_for_is_neither_generated_nor_recorded(
+    template: ChatTemplate, weather: Callable[[str], str], tmp_path: Path
+) -> None:
+    in_process, log = ScriptedEngine(template, weather), AnswerLog(tmp_path / "answers.jsonl")
+    with serve(template, in_process, log=log) as (proxy, session, send), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(refused, send)
+        wait_for(lambda: not proxy._waiting.empty())
+        session.close()
+        proxy.answer_waiting(1)
+        assert running.result()[0] == 503
+    assert in_process.prompts == []
+    server = ServerLikeEngine(template, weather)
+    with serve(template, server, log=log) as (_, session, send), ThreadPoolExecutor(1) as pool:
+        server.is_answering.clear()
+        running = pool.submit(refused, send)
+        wait_for(lambda: server.num_open == 1)
+        session.close()
+        server.is_answering.set()
+        assert running.result()[0] == 403
+    assert read_text(tmp_path / "answers.jsonl") == ""
+
+
 def test_a_port_that_is_taken_is_named(template: ChatTemplate) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen there"):
         AgentProxy(ScriptedEngine(template, str), template, None, LIMITS, port=taken.getsockname()[1])

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -33,6 +34,18 @@ _IDLE_S = 120.0  # connections without a request are closed then
 _LINGER_S = 0.02  # agents whose prompts arrive within this time are answered in one batch
 _PREFIX = "/episode/"
 _HEADER = "X-Episode"
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A prompt that waits for a batch; ``is_over`` returns True once nobody waits for its answer."""
+
+    prompt: Prompt
+    is_over: Callable[[], bool]
+    answer: Future[Answer] = field(default_factory=Future)
+
+    def refuse(self) -> None:
+        self.answer.set_exception(RefusedRequest("the run or the episode has ended", 503, "run_over"))
 
 
 class AgentProxy:
@@ -79,7 +92,7 @@ class AgentProxy:
         self._seed, self._is_open = seed, is_open
         self._policy = Policy(template, call_format, name, self._ask)
         self._is_concurrent = bool(getattr(engine, "is_concurrent", False))
-        self._waiting: queue.Queue[tuple[Prompt, Future[Answer]]] = queue.Queue()
+        self._waiting: queue.Queue[_Waiting] = queue.Queue()
         self._is_closed = threading.Event()
         self.failure: Exception | None = None
         self._lock = threading.Lock()
@@ -133,26 +146,29 @@ class AgentProxy:
 
     def answer_waiting(self, timeout_s: float) -> None:
         """Answer the prompts that wait, in one batch; waits for the first of them up to ``timeout_s``."""
-        batch: list[tuple[Prompt, Future[Answer]]] = []
+        batch: list[_Waiting] = []
         try:
             batch.append(self._waiting.get(timeout=timeout_s))
             while True:
                 batch.append(self._waiting.get(timeout=_LINGER_S))
         except queue.Empty:
             pass
-        if not batch:
+        for one in batch:
+            if one.is_over():
+                one.refuse()
+        if not (batch := [one for one in batch if not one.answer.done()]):
             return
         try:
-            for answer in self._engine.answer([prompt for prompt, _ in batch]):
-                batch[answer.index][1].set_result(answer)
+            for answer in self._engine.answer([one.prompt for one in batch]):
+                batch[answer.index].answer.set_result(answer)
         except DataError as error:  # none can be answered
-            for index, (_, future) in enumerate(batch):
-                if not future.done():
-                    future.set_result(Answer(index, error=str(error)))
+            for index, one in enumerate(batch):
+                if not one.answer.done():
+                    one.answer.set_result(Answer(index, error=str(error)))
         finally:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(RefusedRequest("the run has ended", 503, "run_over"))
+            for one in batch:
+                if not one.answer.done():
+                    one.refuse()
 
     def close(self) -> None:
         """Stop listening; requests that wait end with an error."""
@@ -167,21 +183,21 @@ class AgentProxy:
     def _refuse_waiting(self) -> None:
         with suppress(queue.Empty):
             while True:
-                self._waiting.get_nowait()[1].set_exception(RefusedRequest("the run has ended", 503, "run_over"))
+                self._waiting.get_nowait().refuse()
 
     def _make_session(self, episode: str, seed: int) -> AgentSession:
         return AgentSession(episode, self._policy, self._limits, self._executor, self._log, seed)
 
-    def _ask(self, prompt: Prompt) -> Answer:
+    def _ask(self, prompt: Prompt, is_over: Callable[[], bool]) -> Answer:
         if self.failure is not None or self._is_closed.is_set():
             reason = "the run has ended" if self.failure is None else str(self.failure)
             raise RefusedRequest(reason, 503, "run_over")
         if not self._is_concurrent:
-            future = Future[Answer]()
-            self._waiting.put((prompt, future))
+            waiting = _Waiting(prompt, is_over)
+            self._waiting.put(waiting)
             if self._is_closed.is_set():
                 self._refuse_waiting()
-            return future.result()
+            return waiting.answer.result()
         try:
             (answer,) = self._engine.answer([prompt])
         except ConfigError as error:

@@ -145,14 +145,15 @@ class Policy:
         template: Its chat template.
         call_format: The format in which it writes calls.
         name: Name that agents ask for.
-        ask: Function that returns the answer to a prompt of token ids, called on several threads.
+        ask: Function that returns the answer to a prompt of token ids, called on several threads; its second argument
+            returns True once nobody waits for the answer.
         encoding: Held while the template renders.
     """
 
     template: ChatTemplate
     call_format: CallFormat | None
     name: str
-    ask: Callable[[Prompt], Answer]
+    ask: Callable[[Prompt, Callable[[], bool]], Answer]
     encoding: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -278,9 +279,12 @@ class AgentSession:
             self._answers[-1].num_received = 0
         self._num_begun = len(self._answers)
 
-    def _check_limits(self) -> None:
+    def _require_open(self) -> None:
         if self._is_closed:
             raise RefusedRequest("the episode has ended", 403, "episode_over")
+
+    def _check_limits(self) -> None:
+        self._require_open()
         most, generated = self._limits.max_answers, self._count_generated()
         if most is not None and self._num_begun >= most:
             self.is_cut = True
@@ -295,26 +299,26 @@ class AgentSession:
     def _answer(self, request: ChatRequest, key: str) -> SessionAnswer:
         try:
             made, num_new = self._generate(request, key)
+            with self._lock:
+                self._require_open()  # what comes after the end is of no episode
+                made.number = len(self._answers) + 1
+                self._add(made)
+                # Under the lock, so that the log has the answers in the order of their numbers.
+                self._write(made, num_new, request.ignored)
+                self._in_flight.pop(key, None)
         except BaseException:
             with self._lock:
                 self._in_flight.pop(key, None)
                 self._num_begun -= 1
                 self.num_failed += 1
             raise
-        with self._lock:
-            made.number = len(self._answers) + 1
-            self._add(made)
-            # Under the lock, so that the log has the answers in the order of their numbers.
-            self._write(made, num_new, request.ignored)
-            self._in_flight.pop(key, None)
         return made
 
     def _generate(self, request: ChatRequest, key: str) -> tuple[SessionAnswer, int]:
         """Return the answer to a request, and the number of messages after those of the answer that it continues."""
         template, limits = self._policy.template, self._limits
         with self._lock:
-            if self._is_closed:
-                raise RefusedRequest("the episode has ended", 403, "episode_over")
+            self._require_open()
             generated = self._count_generated()
         conversation, ids, continued = self._encode(request.conversation)
         room = min(limits.max_new_tokens, limits.max_context - len(ids))
@@ -333,7 +337,7 @@ class AgentSession:
             seed=self._make_seed(ids),
             is_continued=True,
         )
-        answer = self._policy.ask(prompt)
+        answer = self._policy.ask(prompt, lambda: self._is_closed)
         with self._lock:
             self.rejected += answer.rejected
         if answer.error is not None:
