@@ -6,8 +6,9 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -19,6 +20,16 @@ _POLL_S = 0.05
 _REAP_S = 5.0  # after SIGKILL; a process whose driver or disk hangs is left to the kernel
 _PIECE_BYTES = 64 * 1024
 _MAX_PIPE_BYTES = 1024 * 1024  # what a pipe may hold (/proc/sys/fs/pipe-max-size)
+# Runs a command in its own process group, all of which ends by SIGTERM.
+_LEADER = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+try:
+    code = subprocess.call(sys.argv[1:])
+except OSError as error:
+    sys.exit(f"{sys.argv[1]}: cannot be started ({error.strerror})")
+sys.exit(code if code >= 0 else 128 - code)
+"""
 
 
 def count_srun_tasks() -> int:
@@ -131,6 +142,15 @@ class Child:
             os.killpg(self.pid, number)
 
 
+def lead_group(command: Sequence[str]) -> list[str]:
+    """Return a command that runs another, and kills its process group if the process that started it dies.
+
+    Linux sends its signal to the child alone, so that what the child has started would go on. A command that a signal
+    ended has the code 128 plus its number, as in shells.
+    """
+    return [sys.executable, "-I", "-S", "-c", _LEADER, *command]
+
+
 @dataclass(slots=True)
 class Output:
     """Output of a pipe: all of it, or its first or last bytes, and its total size."""
@@ -164,7 +184,7 @@ class Finished:
 
     Attributes:
         code: Its exit code, or the negative number of the signal that ended it; None: its time was over.
-        output: Its standard output; of too much, the first bytes.
+        output: Its standard output; of too much, the first bytes, or the last.
         errors: Its standard error; of too much, the last bytes.
     """
 
@@ -179,6 +199,9 @@ def run_command(
     limit_s: float | None = None,
     environment: Mapping[str, str] | None = None,
     max_bytes: int | None = None,
+    *,
+    keeps_end: bool = False,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Finished:
     """Run a command to its end, and return what it wrote.
 
@@ -191,6 +214,8 @@ def run_command(
         limit_s: Seconds that it may take; None: any number.
         environment: Its environment variables; None: those of this process.
         max_bytes: What is kept of each output; None: all.
+        keeps_end: Of too much standard output, keep the last bytes.
+        is_stopped: Asked all the time; the command is killed once it returns True, as if its time were over.
 
     Raises:
         OSError: The program cannot be started.
@@ -199,28 +224,36 @@ def run_command(
     pipe = subprocess.PIPE
     child = Child(command, environment, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
-        output, errors = _exchange(child, given, None if limit_s is None else time.monotonic() + limit_s, max_bytes)
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        outputs = Output(max_bytes, keeps_end), Output(max_bytes, keeps_end=True)
+        _exchange(child, given, deadline, outputs, is_stopped)
         has_ended = child.has_ended()
     finally:
         child.end()
-    return Finished(child.code if has_ended else None, output, errors)
+    return Finished(child.code if has_ended else None, *outputs)
 
 
-def _exchange(child: Child, given: bytes, deadline: float | None, max_bytes: int | None) -> tuple[Output, Output]:
-    """Write a command's input and read its outputs until it ends, or until the deadline.
+def _exchange(
+    child: Child,
+    given: bytes,
+    deadline: float | None,
+    kept: tuple[Output, Output],
+    is_stopped: Callable[[], bool],
+) -> None:
+    """Write a command's input and read its outputs until it ends, is stopped, or until the deadline.
 
     Other processes may hold the pipes longer than the command, so that its own end counts, not that of the pipes.
     """
     assert child.stdin is not None
     assert child.stdout is not None
     assert child.stderr is not None
-    outputs = {child.stdout: Output(max_bytes, keeps_end=False), child.stderr: Output(max_bytes, keeps_end=True)}
+    outputs = dict(zip((child.stdout, child.stderr), kept, strict=True))
     rest = memoryview(given)
     with selectors.DefaultSelector() as selector:
         for pipe in (child.stdin, *outputs):
             os.set_blocking(pipe.fileno(), False)
             selector.register(pipe, selectors.EVENT_WRITE if pipe is child.stdin else selectors.EVENT_READ)
-        while not child.has_ended() and (deadline is None or time.monotonic() < deadline):
+        while not child.has_ended() and not is_stopped() and (deadline is None or time.monotonic() < deadline):
             left_s = _POLL_S if deadline is None else min(_POLL_S, max(0.0, deadline - time.monotonic()))
             for key, _ in selector.select(left_s):
                 if key.fileobj is child.stdin:
@@ -241,4 +274,3 @@ def _exchange(child: Child, given: bytes, deadline: float | None, max_bytes: int
             with suppress(BlockingIOError):
                 for _ in range(_MAX_PIPE_BYTES // _PIECE_BYTES):
                     output.add(os.read(pipe.fileno(), _PIECE_BYTES))
-    return outputs[child.stdout], outputs[child.stderr]

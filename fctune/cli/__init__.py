@@ -26,6 +26,7 @@ from fctune.cli import (
     gate,
     plan,
     preflight,
+    proxy,
     push,
     report,
     sample,
@@ -97,6 +98,7 @@ def make_parser() -> Parser:
         push,
         export,
         serve,
+        proxy,
         clean,
     )
     for group in groups:

@@ -21,7 +21,7 @@ from fctune.base.terminal import escape_controls
 from fctune.cli.parser import Parser, add_template_args_argument, report_interrupt
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.loading import read_environment
-from fctune.config.sections.rollouts import ENVIRONMENT, find_source_problems, is_dialogue_source
+from fctune.config.sections.rollouts import AGENT, ENVIRONMENT, find_source_problems, is_dialogue_source
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.config.yaml_text import parse_yaml
 from fctune.engines.model_files import check_model_paths
@@ -103,6 +103,8 @@ def _check_inputs(name: str, arguments: argparse.Namespace) -> None:
                 raise ConfigError(f"{model}: no such directory. Pass a model directory.")
         else:
             check_model_paths(model, getattr(arguments, "adapter", None))
+    if name == "eval" and arguments.suite.startswith(AGENT):
+        raise ConfigError(f"--suite {arguments.suite}: agents are not evaluated. Compare reward_mean in metrics.jsonl.")
     if name == "eval" and is_dialogue_source(arguments.suite):
         _check_dialogue_options(arguments)
     elif name == "eval" and arguments.dialogue is not None:

@@ -61,6 +61,8 @@ class ServerPatience:
 class PolicyServer:
     """Continues token ids with a vLLM server or one with the same API; a ``PolicyEngine``, and thread-safe.
 
+    ``is_concurrent`` says that ``answer`` may be called on several threads at a time.
+
     Args:
         url: Address of the server, with or without ``/v1``.
         publish_dir: Directory for adapters that trainer and server see under the same path.
@@ -81,6 +83,8 @@ class PolicyServer:
         ConfigError: The address is invalid, no server answers, or it has several models, a different tokenizer, or too
             short a context.
     """
+
+    is_concurrent = True
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class PolicyServer:
         self._adapters = ServerAdapters(self._once, self.url, publish_dir, run_id)
         self._lock = threading.Lock()  # of the fields below
         self._recovery = threading.Lock()  # one thread looks for a lost server
-        self._num_recoveries = 0
+        self._num_recoveries = self._num_answering = 0
         self._closed = threading.Event()
         self._current = PublishedAdapter("", 0)
         self._retired: list[PublishedAdapter] = []
@@ -142,16 +146,21 @@ class PolicyServer:
             ConfigError: The server refuses the key or the path, or does not come back.
         """
         pool = ThreadPoolExecutor(min(self._concurrency, len(prompts) or 1), thread_name_prefix="rollout")
-        self._client.start()
-        if self._closed.is_set():
-            self._client.stop()
+        with self._lock:
+            self._num_answering += 1
+            self._client.start()
+            if self._closed.is_set():
+                self._client.stop()
         try:
             futures = [pool.submit(self._answer_one, index, prompt) for index, prompt in enumerate(prompts)]
             for done in as_completed(futures):
                 answer = done.result()
                 yield self._decoder.decode(answer) if answer.error is None else answer
         finally:
-            self._client.stop()
+            with self._lock:
+                self._num_answering -= 1
+                if not self._num_answering:
+                    self._client.stop()
             pool.shutdown(wait=False, cancel_futures=True)
 
     def publish(self, policy: Path, version: int) -> None:

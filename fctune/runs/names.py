@@ -58,6 +58,7 @@ METRICS = (
     Metric("answer_tokens_mean", "tokens", "generated tokens of an answer", _ROLLOUTS),
     Metric("answers", "answers", "answers of the batch", "all ranks, with those of dropped groups"),
     Metric("answers_trained", "answers", "answers that the step trains", "all ranks"),
+    Metric("sequences_trained", "sequences", "sequences of these answers", "all ranks; with agents that need several"),
     Metric("answers_masked", "answers", "answers that are not trained because the token limit cut them", "all ranks"),
     Metric("answers_failed", "answers", "requests without an answer", "all ranks"),
     Metric("answers_rejected", "answers", "unusable answers of a server, each asked for again", "all ranks"),

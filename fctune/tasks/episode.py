@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
@@ -86,6 +86,22 @@ class EpisodeTokens:
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.is_generated += [False] * len(ids)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ids as plain values, which ``from_json`` reads back."""
+        flags = [int(one) for one in self.is_generated]
+        return {
+            "prompt_ids": list(self.prompt_ids),
+            "ids": list(self.ids),
+            "is_generated": flags,
+            "logprobs": list(self.logprobs),
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> EpisodeTokens:
+        """Return the ids from the plain values of ``to_json``."""
+        flags = list(map(bool, row["is_generated"]))
+        return cls(tuple(row["prompt_ids"]), list(row["ids"]), flags, list(row["logprobs"]))
 
 
 @dataclass(slots=True, eq=False)

@@ -65,6 +65,8 @@ class Rollout:
         judging_s: Seconds that judging took; not compared.
         rejected: Kinds of unusable answers that a server sent to its requests (``server_answers``). After each the
             request was sent again, a bounded number of times; after the last, ``error`` is set.
+        further: Further sequences of the episode, which do not continue the first: those of an agent that rewrites its
+            history, or does several things at once.
     """
 
     case_id: str
@@ -82,27 +84,50 @@ class Rollout:
     error: str | None = None
     judging_s: float = field(default=0.0, compare=False)
     rejected: tuple[str, ...] = ()
+    further: tuple[EpisodeTokens, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.is_generated) == len(self.logprobs), "one flag and one logprob for each id"
 
     @property
     def num_generated(self) -> int:
-        """Number of generated ids, which are trained."""
-        return sum(self.is_generated)
+        """Number of generated ids of all sequences, which are trained."""
+        return sum(self.is_generated) + sum(sum(one.is_generated) for one in self.further)
+
+    @property
+    def sequences(self) -> list[Rollout]:
+        """The rollout as one for each of its sequences."""
+        rest = [
+            dataclasses.replace(
+                self,
+                prompt_ids=one.prompt_ids,
+                ids=tuple(one.ids),
+                is_generated=tuple(one.is_generated),
+                logprobs=tuple(one.logprobs),
+                further=(),
+            )
+            for one in self.further
+        ]
+        return [dataclasses.replace(self, further=()), *rest] if rest else [self]
 
     def to_json(self) -> dict[str, Any]:
         """Return the rollout as plain values, which ``from_json`` reads back."""
         row = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         for name in ("prompt_ids", "ids", "logprobs", "rejected"):
             row[name] = list(row[name])
-        return row | {"is_generated": [int(one) for one in self.is_generated], "parts": dict(self.parts)}
+        row |= {"is_generated": [int(one) for one in self.is_generated], "parts": dict(self.parts)}
+        if self.further:
+            return row | {"further": [one.to_json() for one in self.further]}
+        del row["further"]
+        return row
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Rollout:
         """Return the rollout from the plain values of ``to_json``; other keys are ignored."""
-        values = {one.name: row[one.name] for one in dataclasses.fields(cls) if one.name != "rejected"}
+        names = {one.name for one in dataclasses.fields(cls)} - {"rejected", "further"}
+        values = {name: row[name] for name in names}
         values["rejected"] = row.get("rejected", ())  # which earlier checkpoints lack
+        values["further"] = tuple(EpisodeTokens.from_json(one) for one in row.get("further", ()))
         for name in ("prompt_ids", "ids", "logprobs", "rejected"):
             values[name] = tuple(values[name])
         return cls(**values | {"is_generated": tuple(map(bool, values["is_generated"]))})

@@ -15,7 +15,7 @@ from fctune.config.intervals import format_count
 from fctune.config.schema import RunConfig
 from fctune.config.sections.distill import DistillConfig
 from fctune.config.sections.grpo import GRPOConfig
-from fctune.config.sections.rollouts import is_dialogue_source
+from fctune.config.sections.rollouts import AGENT, is_dialogue_source
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.stop_tokens import read_eos_ids
 from fctune.engines.engine import PolicyEngine, Sampling
@@ -162,7 +162,9 @@ def _open_tasks(
     limits = EpisodeLimits(section.max_new_tokens, max_tokens=config.data.row_tokens)
     settings = RolloutSettings(template, limits, section.reward, section.section)
     if is_dialogue_source(section.cases):
-        record = RunFiles(config.output_dir).mcp_calls / f"rank{rank:05d}.jsonl"
+        files = RunFiles(config.output_dir)
+        folder = files.agent_answers if section.cases.startswith(AGENT) else files.mcp_calls
+        record = folder / f"rank{rank:05d}.jsonl"
         log = logger.warning if rank == 0 else lambda line: None
         dialogues = open_dialogue_tasks(section.cases, section.dialogue, settings, record=record, log=log)
         try:

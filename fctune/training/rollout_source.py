@@ -190,7 +190,12 @@ class RolloutSource:
         answered = [one for one in group if one.error is None]
         advantages = compute_advantages([one.reward for one in answered], self._section.advantage)
         pairs = zip(answered, advantages, strict=True)
-        return [TrainedRollout(one, value) for one, value in pairs if self._collector.is_trained(one)]
+        return [
+            TrainedRollout(sequence, value)
+            for one, value in pairs
+            if self._collector.is_trained(one)
+            for sequence in one.sequences
+        ]
 
     def _next_batch(self, number: int, step: int) -> RolloutBatch:
         """Return the batch to train next; generation started from now on uses the current weights."""
@@ -264,7 +269,7 @@ class RolloutSource:
             "reward_mean": _mean([one.reward for one in answered]),
             "answer_tokens_mean": _mean([one.num_generated for one in answered]),
             "answers": len(rollouts),
-            "answers_trained": len(self._trained),
+            "answers_trained": len({(one.rollout.case_id, one.rollout.sample) for one in self._trained}),
             "answers_masked": sum(self._section.mask_cut and one.is_cut for one in answered),
             "answers_failed": len(rollouts) - len(answered),
             "answers_rejected": (rejected := batch.count_rejected()).total(),
@@ -276,6 +281,8 @@ class RolloutSource:
             "publish_time_s": self._publish_s,
         }
         metrics |= {f"answers_rejected/{kind}": count for kind, count in sorted(rejected.items())}
+        if any(one.further for one in rollouts):
+            metrics["sequences_trained"] = len(self._trained)
         for name in answered[0].parts:
             metrics[f"reward/{name}"] = _mean([one.parts[name] for one in answered])
         if (right := next((name for name in _RIGHT if name in answered[0].parts), None)) is not None:
@@ -296,7 +303,8 @@ class RolloutSource:
             for one in batch.rollouts:
                 row = {"step": step, "batch": batch.number, **one.to_json()}
                 row["advantage"] = advantages.get((one.case_id, one.sample))
-                del row["prompt_ids"]
+                for sequence in (row, *row.get("further", ())):
+                    del sequence["prompt_ids"]
                 log.write(json.dumps(row) + "\n")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fctune.base.processes import Child, Output, count_srun_tasks, run_command
+from fctune.base.processes import Child, Output, count_srun_tasks, lead_group, run_command
 
 BACKGROUND = "sleep 300 & echo $! > {pids}; echo $$ >> {pids}; "
 
@@ -116,3 +116,34 @@ def test_the_tasks_of_a_step_are_counted(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert count_srun_tasks() == tasks
+
+
+def test_a_led_group_ends_with_a_parent_that_is_killed_and_keeps_its_code(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    shell = f"{BACKGROUND.format(pids=pids)} touch {tmp_path / 'ready'}; wait"
+    code = f"from fctune.base.processes import *; run_command(lead_group(['sh', '-c', {shell!r}]))"
+    with subprocess.Popen(python(code)) as parent:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        parent.kill()
+    wait_for_end(pids)
+    assert run_command(lead_group(["sh", "-c", "cat; exit 3"]), b"in").output.text == "in"
+    assert [run_command(lead_group(["sh", "-c", end])).code for end in ("exit 3", "kill -9 $$")] == [3, 137]
+    done = run_command(lead_group(["no-such-program"]))
+    assert done.code == 1
+    assert done.errors.last_line.startswith("no-such-program: cannot be started (No such file")
+
+
+def test_a_command_is_stopped_on_request_and_its_last_output_kept(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def is_stopped() -> bool:
+        return pids.exists() and len(pids.read_text().split()) == 2
+
+    done = run_command(["sh", "-c", f"{BACKGROUND.format(pids=pids)} wait"], is_stopped=is_stopped)
+    assert done.code is None
+    wait_for_end(pids)
+    long = python("print('a' * 10**6 + 'b')")
+    assert run_command(long, max_bytes=100, keeps_end=True).output.text == "a" * 98 + "b\n"

@@ -11,10 +11,12 @@ import yaml
 from fctune.base.errors import ConfigError
 from fctune.config import key_hints
 from fctune.config.loading import load_config
+from fctune.config.sections.rollouts import find_source_problems
 from fctune.data.pairs import PairReader
 from fctune.data.sources import read_source
 from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import UnreadRow
+from fctune.tasks.environments.agent.task_file import read_agent_file
 from fctune.tasks.environments.host import EnvironmentHost
 from fctune.tasks.environments.mcp.task_file import read_task_file
 from tests.conftest import ROOT
@@ -43,6 +45,17 @@ def test_the_file_of_tasks_on_the_page_is_read(tmp_path: Path) -> None:
     file = read_task_file(tmp_path / "rooms.yaml")
     assert len(file.tasks) == 2
     assert len({**file.select("train"), **file.select("test")}) == 2
+
+
+def test_the_file_of_an_agent_on_the_page_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = list_blocks(ROOT / "docs" / "reference" / "agents.md", "yaml")
+    Path("agent.yaml").write_text(first)
+    Path("tasks.jsonl").write_text('{"question": "Who?", "category": "orders"}\n')
+    file, tasks = read_agent_file("agent.yaml")
+    assert file.scorer.command == "python score.py"
+    assert list(tasks) == ["1"]
+    assert not find_source_problems(yaml.safe_load(second)["grpo"]["cases"], "")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/data.md"])

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,25 @@ def test_closing_ends_the_threads_that_wait_for_a_lost_server(
     assert [answer.error for answer in ask(engine)] == ["the run has ended"] * len(PROMPTS), (
         "a further round of a batch"
     )
+
+
+def test_callers_on_several_threads_do_not_end_each_others_attempts(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer]
+) -> None:
+    server = serve()
+    engine = connect(server, patience=ServerPatience(0.05, 20.0, RetryPolicy(2, 20.0, 0.5, 0.5)))
+    assert engine.is_concurrent
+    with ThreadPoolExecutor(2) as pool:
+        server.is_answering.clear()
+        first = pool.submit(continue_ids, engine, PROMPTS[:1], SEEDS[:1], 4)
+        while not any(path == "/v1/completions" for path, _ in server.requests):
+            time.sleep(0.01)
+        server.num_failing = 3  # more than one caller's attempts
+        second = pool.submit(continue_ids, engine, PROMPTS[1:2], SEEDS[1:2], 4)
+        while server.num_failing == 3:
+            time.sleep(0.01)
+        server.is_answering.set()
+        assert [one.error for done in (first, second) for one in done.result()] == [None, None]
 
 
 def test_failing_requests_are_repeated_within_bounds(

@@ -22,8 +22,8 @@ from fctune.config.fields import (
 from fctune.config.parsing import describe_no_file
 from fctune.config.server_address import find_address_problem
 
-ENVIRONMENT, RECORDED, MCP = "environment:", "recorded:", "mcp:"
-"""How ``cases`` names tasks in environments, rows with recorded results, and tasks with an MCP server."""
+ENVIRONMENT, RECORDED, MCP, AGENT = "environment:", "recorded:", "mcp:", "agent:"
+"""How ``cases`` names tasks in environments, rows with recorded results, tasks with an MCP server or an agent."""
 
 _TASKS = re.compile(r"environment:(?P<names>[^,]+(?:,[^,]+)*):(?P<num_tasks>[1-9][0-9]*)")
 
@@ -98,7 +98,8 @@ class RolloutConfig:
     """Limits of dialogues, which `cases` names as `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, as
     `mcp:FILE`, a file of tasks with an MCP server, or as `recorded:ROWS`, a file of rows with calls and their results
     (docs/environments.md). Their rewards have different parts: `solved`, `progress`, in environments and with MCP
-    servers `economy` and `validity`, and `random`."""
+    servers `economy` and `validity`, and `random`. With `agent:FILE`, an agent that carries tasks out, the file has
+    the limits, and the parts are `score`, `solved` and `random`."""
     max_staleness: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 1
     """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
 
@@ -146,7 +147,7 @@ class RolloutConfig:
 
 def is_dialogue_source(cases: str) -> bool:
     """Return True if ``cases`` names multi-turn dialogues."""
-    return cases.startswith((ENVIRONMENT, RECORDED, MCP))
+    return cases.startswith((ENVIRONMENT, RECORDED, MCP, AGENT))
 
 
 def parse_environments(cases: str) -> tuple[list[str], int] | None:
@@ -165,4 +166,7 @@ def find_source_problems(cases: str, key: str) -> list[str]:
     path = cases.removeprefix(MCP)
     if cases.startswith(MCP) and not os.path.isfile(path):
         return [f"{key}{cases}: {path} does not exist; name a file of tasks with an MCP server"]
+    path = cases.removeprefix(AGENT)
+    if cases.startswith(AGENT) and not os.path.isfile(path):
+        return [f"{key}{cases}: {path} does not exist; name a file of tasks for an agent"]
     return []

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from fctune.base.errors import ConfigError
 from fctune.config.loading import read_environment
-from fctune.config.sections.rollouts import MCP, RECORDED, DialogueConfig, ServerConfig, parse_environments
+from fctune.config.sections.rollouts import AGENT, MCP, RECORDED, DialogueConfig, ServerConfig, parse_environments
 from fctune.data.chat_template import ChatTemplate
 from fctune.engines.policy_server import PolicyServer, ServerPatience
+from fctune.tasks.environments.agent.task_file import read_agent_file
+from fctune.tasks.environments.agent.tasks import AgentTasks
 from fctune.tasks.environments.base import Split
 from fctune.tasks.environments.host import EnvironmentHost, Limits
 from fctune.tasks.environments.mcp.recording import Recording
@@ -32,21 +34,25 @@ def open_dialogue_tasks(
     split: Split = "train",
     record: Path | None = None,
     log: Callable[[str], None] = lambda line: None,
-) -> EnvironmentTasks | McpTasks | RecordedTasks:
-    """Open the tasks of ``environment:NAMES:TASKS``, ``mcp:FILE`` or ``recorded:ROWS``.
+) -> AgentTasks | EnvironmentTasks | McpTasks | RecordedTasks:
+    """Open the tasks of ``environment:NAMES:TASKS``, ``mcp:FILE``, ``recorded:ROWS`` or ``agent:FILE``.
 
     Args:
         cases: Value of ``cases`` in the section of the rollouts.
         config: Limits of dialogues and environments.
         settings: How tasks are asked and rewarded; ``config`` limits their turns.
         split: Side of the tasks of environments and MCP servers.
-        record: File to which the results of an MCP server are appended; None: they are not recorded.
-        log: Called with a line about a server whose state is not reset.
+        record: File to which an MCP server's results, or the answers to an agent, are appended; None: they are not
+            recorded.
+        log: Called with a line about a server whose state is not reset, or an agent that fails.
 
     Raises:
         ConfigError: An environment, a server or a part of the reward does not exist or is unusable.
-        DataError: The rows or the recording cannot be read, or none has recorded results.
+        DataError: The rows, the tasks or the recording cannot be read, or none has recorded results.
     """
+    if cases.startswith(AGENT):
+        path = Path(cases.removeprefix(AGENT))
+        return AgentTasks(path.stem, *read_agent_file(path), settings, record, log)
     settings = replace(settings, limits=replace(settings.limits, max_turns=config.max_turns))
     if cases.startswith(RECORDED):
         return RecordedTasks(read_recorded(cases.removeprefix(RECORDED)), settings)
