@@ -27,6 +27,7 @@ from fctune.config.schema import RunConfig
 from fctune.data.loader import DEFAULT_COST, RowCost
 from fctune.engines.engine import PolicyEngine
 from fctune.models.attention import MakeBounds
+from fctune.tasks.opinions import summarise_opinions
 from fctune.tasks.rollouts import Request, Rollout, TaskSet
 from fctune.tasks.sampling.collection import Position, RolloutBatch, RolloutCollector, TaskOrder
 from fctune.training.policy_gradient import compute_advantages
@@ -271,6 +272,8 @@ class RolloutSource:
             "publish_time_s": self._publish_s,
         }
         metrics |= {f"answers_rejected/{kind}": count for kind, count in sorted(rejected.items())}
+        if self._grpo.judge is not None:
+            metrics |= summarise_opinions(one.opinion for one in rollouts if one.opinion is not None)
         for name in answered[0].parts:
             metrics[f"reward/{name}"] = _mean([one.parts[name] for one in answered])
         if (right := next((name for name in _RIGHT if name in answered[0].parts), None)) is not None:

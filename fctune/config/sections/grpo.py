@@ -22,6 +22,7 @@ from fctune.config.parsing import describe_no_file
 from fctune.config.sections.rollouts import (
     MCP,
     DialogueConfig,
+    JudgeConfig,
     ServerConfig,
     find_source_problems,
     is_dialogue_source,
@@ -64,9 +65,13 @@ class GRPOConfig:
     """Temperature of the answers. At any value other than 1, answers come from a slightly different distribution from
     the one that is trained, because log-probabilities are taken before the temperature is applied."""
     # Not a default mapping, which given parts would be added to.
-    reward: Annotated[dict[str, float] | None, Null("`strict: 1`; in dialogues see docs/environments.md")] = None
-    """Weight of each part of the reward: `strict`, `lenient`, `names`, `arguments`, `schema`, `format`, `brevity`, and
-    `random` as a control."""
+    reward: Annotated[
+        dict[str, float] | None, Null("`strict: 1`, or `judge: 1` with a judge; in dialogues see docs/environments.md")
+    ] = None
+    """Weight of each part of the reward: `strict`, `lenient`, `names`, `arguments`, `schema`, `format`, `brevity`,
+    `judge` (see `judge`), and `random` as a control."""
+    judge: Annotated[JudgeConfig | None, Null("none")] = None
+    """Language model that scores answers in words; not for dialogues, which have exact verdicts."""
     advantage: Advantage = "group"
     """Advantage of an answer: `group`, its reward minus the group's mean, over the group's standard deviation
     (arXiv:2402.03300); `unbiased`, without the division (arXiv:2503.20783); `leave_one_out`, its reward minus the mean
@@ -132,6 +137,9 @@ class GRPOConfig:
                 f"{key}={self.engine}: {other} is required by engine=server, and only by that; {remedy}",
             )
         self._check_shares(join_key(where, "category_shares"), problems)
+        if self.judge is not None and is_dialogue_source(self.cases):
+            key = join_key(where, "judge")
+            problems.add(("judge", "cases"), f"{key}: only for cases of one turn, not for {self.cases}; remove it")
         if is_dialogue_source(self.cases):
             for problem in find_source_problems(self.cases, f"{join_key(where, 'cases')}="):
                 problems.add(("cases",), problem)

@@ -1,4 +1,4 @@
-"""Config of rollouts: the server of the policy, and limits of multi-turn dialogues."""
+"""Config of rollouts: the servers of the policy and of the judge, and limits of multi-turn dialogues."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from fctune.config.fields import AT_LEAST_1, Null, Range, SectionProblems, join_key
+from fctune.config.fields import AT_LEAST_1, MAY_CHANGE, SHARE, Null, Range, SectionProblems, join_key
 from fctune.config.server_address import find_address_problem
 
 ENVIRONMENT, RECORDED, MCP = "environment:", "recorded:", "mcp:"
@@ -35,6 +35,39 @@ class ServerConfig:
         """Check the server's address."""
         if (problem := find_address_problem(self.url, join_key(where, "url"))) is not None:
             problems.add(("url",), problem)
+
+
+@dataclass(kw_only=True, slots=True)
+class JudgeConfig:
+    """A language model that scores answers in words, behind any server with OpenAI's API. Its score is the part `judge`
+    of the reward. Exact verdicts come first: it is asked only where an answer in words is due and given.
+    """
+
+    url: Annotated[str, MAY_CHANGE]
+    """Address, with or without `/v1`. An API key is read from FCTUNE_JUDGE_API_KEY."""
+    rubric: str
+    """What a good answer is, in words; the judge scores from 0 to 10."""
+    model: Annotated[str | None, Null("the only one")] = None
+    """Name of the model on the server."""
+    agreement_share: Annotated[float, SHARE, MAY_CHANGE] = 0.1
+    """Share of the answers with an exact verdict that the judge scores as well, only to measure how often both agree
+    (`judge_agreement`, `judge_kappa`)."""
+    cache: Annotated[str | None, Null("`OUTPUT_DIR/judge`"), MAY_CHANGE] = None
+    """Directory of scores, which are never asked for again for the same model, rubric, question and answer; runs may
+    share it."""
+    concurrency: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 16
+    """Largest number of requests in flight."""
+    timeout_s: Annotated[float, Range(gt=0), MAY_CHANGE] = 60.0
+    """Time limit of an attempt, in seconds; each request has three."""
+    max_new_tokens: Annotated[int, AT_LEAST_1] = 512
+    """Maximum length of the judge's reply in tokens, with its reasoning."""
+
+    def check(self, where: str, problems: SectionProblems) -> None:
+        """Check the server's address, and that there is a rubric."""
+        if (problem := find_address_problem(self.url, join_key(where, "url"))) is not None:
+            problems.add(("url",), problem)
+        if not self.rubric.strip():
+            problems.add(("rubric",), f"{join_key(where, 'rubric')}: empty; say what a good answer is")
 
 
 @dataclass(kw_only=True, slots=True)
