@@ -17,6 +17,7 @@ from fctune.data.sources.defects import Defect
 from fctune.data.sources.reader import UnreadRow
 from fctune.tasks.environments.host import EnvironmentHost
 from fctune.tasks.environments.mcp.task_file import read_task_file
+from fctune.tasks.environments.verifiers.tasks import read_verifiers_file
 from tests.conftest import ROOT
 from tests.page_blocks import list_blocks
 
@@ -43,6 +44,17 @@ def test_the_file_of_tasks_on_the_page_is_read(tmp_path: Path) -> None:
     file = read_task_file(tmp_path / "rooms.yaml")
     assert len(file.tasks) == 2
     assert len({**file.select("train"), **file.select("test")}) == 2
+
+
+def test_the_files_of_other_environments_and_of_a_judge_on_the_page_are_read(tmp_path: Path) -> None:
+    named, config = list_blocks(ROOT / "docs" / "reference" / "other-environments.md", "yaml")
+    (tmp_path / "words.yaml").write_text(named)
+    assert read_verifiers_file(tmp_path / "words.yaml").env == {"taskset": {"id": "my-words"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"extends": "tiny_grpo", **yaml.safe_load(config)}))
+    grpo = load_config(tmp_path / "run.yaml", []).grpo
+    assert grpo is not None
+    assert grpo.judge is not None
+    assert grpo.reward == {"judge": 1.0}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/data.md"])

@@ -110,9 +110,10 @@ class GRPOConfig:
     """The server, with `engine: server`."""
     dialogue: DialogueConfig = field(default_factory=DialogueConfig)
     """Limits of dialogues, which `cases` names as `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, as
-    `mcp:FILE`, a file of tasks with an MCP server, or as `recorded:ROWS`, a file of rows with calls and their results
-    (docs/environments.md). Their rewards have different parts: `solved`, `progress`, in environments and with MCP
-    servers `economy` and `validity`, and `random`."""
+    `mcp:FILE`, a file of tasks with an MCP server, as `verifiers:FILE`, an environment of the verifiers package, or as
+    `recorded:ROWS`, a file of rows with calls and their results (docs/environments.md). Their rewards have different
+    parts: `solved`, `progress`, in environments and with MCP servers `economy` and `validity`, in verifiers
+    environments `score`, and `random`."""
     max_staleness: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 1
     """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
 

@@ -10,8 +10,10 @@ from typing import Annotated
 from fctune.config.fields import AT_LEAST_1, MAY_CHANGE, SHARE, Null, Range, SectionProblems, join_key
 from fctune.config.server_address import find_address_problem
 
-ENVIRONMENT, RECORDED, MCP = "environment:", "recorded:", "mcp:"
-"""How ``grpo.cases`` names tasks in environments, rows with recorded results, and tasks with an MCP server."""
+ENVIRONMENT, RECORDED, MCP, VERIFIERS = "environment:", "recorded:", "mcp:", "verifiers:"
+"""How ``grpo.cases`` names tasks in environments, rows with recorded results, tasks with an MCP server, and tasks in
+environments of the verifiers package.
+"""
 
 _TASKS = re.compile(r"environment:(?P<names>[^,]+(?:,[^,]+)*):(?P<num_tasks>[1-9][0-9]*)")
 
@@ -72,14 +74,15 @@ class JudgeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DialogueConfig:
-    """Limits of multi-turn dialogues, for `environment:`, `mcp:` and `recorded:` cases."""
+    """Limits of multi-turn dialogues, for `environment:`, `mcp:`, `verifiers:` and `recorded:` cases."""
 
     max_turns: Annotated[int, AT_LEAST_1] = 8
     """Maximum number of the model's answers in a dialogue."""
     call_timeout_s: Annotated[float, Range(gt=0)] = 5.0
-    """Time limit of a call in an environment or of an MCP server, in seconds."""
+    """Time limit of a call in an environment or of a server, in seconds."""
     episode_timeout_s: Annotated[float, Range(gt=0)] = 120.0
-    """Time limit of all calls of a dialogue with an MCP server together, with its start, in seconds."""
+    """Time limit of all calls of a dialogue with an MCP server together, with its start, or of a verifiers
+    environment's share in a dialogue, with its scoring, in seconds."""
     memory_gib: Annotated[float, Range(gt=0)] = 2.0
     """Memory limit of an environment's process, in GiB."""
     max_result_bytes: Annotated[int, AT_LEAST_1] = 262_144
@@ -90,7 +93,7 @@ class DialogueConfig:
 
 def is_dialogue_source(cases: str) -> bool:
     """Return True if ``grpo.cases`` names multi-turn dialogues."""
-    return cases.startswith((ENVIRONMENT, RECORDED, MCP))
+    return cases.startswith((ENVIRONMENT, RECORDED, MCP, VERIFIERS))
 
 
 def parse_environments(cases: str) -> tuple[list[str], int] | None:
@@ -109,4 +112,7 @@ def find_source_problems(cases: str, key: str) -> list[str]:
     path = cases.removeprefix(MCP)
     if cases.startswith(MCP) and not os.path.isfile(path):
         return [f"{key}{cases}: {path} does not exist; name a file of tasks with an MCP server"]
+    path = cases.removeprefix(VERIFIERS)
+    if cases.startswith(VERIFIERS) and not os.path.isfile(path):
+        return [f"{key}{cases}: {path} does not exist; name a file with env, the config of a verifiers environment"]
     return []
