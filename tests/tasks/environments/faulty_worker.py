@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add", "parameters": {"type": "object"}}}]
 PROMPT = [{"role": "user", "content": "Count."}]
+
+
+def write_python(folder: Path, fault: str) -> str:
+    """Write a program that takes the place of the Python of an environment, and return its path."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\nexec {shlex.join([sys.executable, '-S', __file__, fault])}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 def send(**reply: Any) -> None:

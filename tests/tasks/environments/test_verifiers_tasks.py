@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from fctune.tasks.rollouts import Request, Rollout, RolloutSettings
 from fctune.tasks.sampling.task_sets import open_dialogue_tasks
 from tests.conftest import TINY_BASE
 from tests.tasks.environments import faulty_worker
+from tests.tasks.environments.faulty_worker import write_python
 from tests.tasks.token_engine import ScriptedEngine
 
 HERE = Path(faulty_worker.__file__).parent
@@ -64,15 +64,6 @@ def open_tasks(template: ChatTemplate, tmp_path: Path) -> Iterator[Open]:
         tasks.close()
 
 
-def make_faulty(folder: Path, fault: str) -> str:
-    """Write a Python whose environment fails."""
-    path = folder / "python"
-    worker = shlex.join([sys.executable, "-S", faulty_worker.__file__, fault])
-    path.write_text(f"#!/bin/sh\nexec {worker}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 def play(
     tasks: VerifiersTasks, template: ChatTemplate, answer: Callable[[str], str], num_tasks: int, num_samples: int = 1
 ) -> list[Rollout]:
@@ -99,7 +90,7 @@ def count(template: ChatTemplate, step: int = 1, words: str = "It is {}.") -> Ca
 @pytest.mark.slow
 def test_the_package_plays_its_tools_and_rewards_the_policy(open_tasks: Open, template: ChatTemplate) -> None:
     config = DialogueConfig(call_timeout_s=300.0, episode_timeout_s=600.0, max_turns=4)
-    tasks = open_tasks(PYTHON, config, num_tasks=5)
+    tasks = open_tasks(PYTHON, config, num_tasks=5, concurrency=2)  # fewer at a time than are asked for
     rollouts = play(tasks, template, count(template), 5, num_samples=2)
     assert [one.error for one in rollouts] == [None] * 10
     # Counting to 4 and 5 takes more than four answers: the state may be right, but nothing was said.
@@ -134,7 +125,7 @@ def test_environments_that_cannot_be_loaded_are_reported(open_tasks: Open) -> No
 def test_tasks_are_split_by_their_prompts_and_constant_rewards_pass(
     open_tasks: Open, template: ChatTemplate, tmp_path: Path
 ) -> None:
-    python = make_faulty(tmp_path, "constant")
+    python = write_python(tmp_path, "constant")
     train = open_tasks(python, test_share=0.4)
     held_out = open_tasks(python, split="test", test_share=0.4)
     numbers = [int(name.rpartition("/")[2]) for tasks in (train, held_out) for name in tasks.ids]
@@ -146,7 +137,7 @@ def test_tasks_are_split_by_their_prompts_and_constant_rewards_pass(
 
 
 def test_results_and_calls_are_passed_on(open_tasks: Open, template: ChatTemplate, tmp_path: Path) -> None:
-    tasks = open_tasks(make_faulty(tmp_path, "none"))
+    tasks = open_tasks(write_python(tmp_path, "none"))
     (rollout,) = play(tasks, template, count(template), 1)
     assert (rollout.error, rollout.reward) == (None, 1.0)
     assert rollout.text.splitlines()[-2:] == ["[tool] 1", "It is 1."]
@@ -173,7 +164,7 @@ def test_faults_end_the_dialogue_with_their_reason_and_then_the_run(
     open_tasks: Open, template: ChatTemplate, tmp_path: Path, fault: str, said: str
 ) -> None:
     config = DialogueConfig(call_timeout_s=0.5, max_result_bytes=2000)
-    tasks = open_tasks(make_faulty(tmp_path, fault), config)
+    tasks = open_tasks(write_python(tmp_path, fault), config)
     rollouts = play(tasks, template, count(template), 2)
     assert all(one.error is not None for one in rollouts)
     assert all(one.ids == () and one.reward == 0.0 for one in rollouts)
@@ -186,10 +177,10 @@ def test_faults_end_the_dialogue_with_their_reason_and_then_the_run(
 
 def test_files_and_environments_that_cannot_be_used_are_reported(open_tasks: Open, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no module named counting"):
-        open_tasks(make_faulty(tmp_path, "silent"))
+        open_tasks(write_python(tmp_path, "silent"))
     with pytest.raises(ConfigError, match="cannot be started"):
         open_tasks(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"env.taskset.id: missing"):
-        open_tasks(make_faulty(tmp_path, "none"), env={})
+        open_tasks(write_python(tmp_path, "none"), env={})
     with pytest.raises(ConfigError, match=r"no task is in test"):
-        open_tasks(make_faulty(tmp_path, "none"), split="test")
+        open_tasks(write_python(tmp_path, "none"), split="test")
