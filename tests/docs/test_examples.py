@@ -47,9 +47,10 @@ def test_the_file_of_tasks_on_the_page_is_read(tmp_path: Path) -> None:
 
 
 def test_the_files_of_other_environments_and_of_a_judge_on_the_page_are_read(tmp_path: Path) -> None:
-    named, config = list_blocks(ROOT / "docs" / "reference" / "other-environments.md", "yaml")
-    (tmp_path / "words.yaml").write_text(named)
-    assert read_verifiers_file(tmp_path / "words.yaml").env == {"taskset": {"id": "my-words"}}
+    *files, config = list_blocks(ROOT / "docs" / "reference" / "other-environments.md", "yaml")
+    for text, taskset in zip(files, ("my-words", "nemo-gym"), strict=True):
+        (tmp_path / "words.yaml").write_text(text)
+        assert read_verifiers_file(tmp_path / "words.yaml").env["taskset"]["id"] == taskset
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"extends": "tiny_grpo", **yaml.safe_load(config)}))
     grpo = load_config(tmp_path / "run.yaml", []).grpo
     assert grpo is not None

@@ -23,6 +23,7 @@ from fctune.tasks.opinions import JudgeFailure, Opinion, TextJudge, make_prompt,
 from fctune.tasks.rollouts import CaseTasks, Request, Rollout, RolloutSettings
 from fctune.tasks.suite import Suite
 from fctune.tasks.task import Case
+from fctune.training.reinforcement import PolicyTasks
 from tests.conftest import ROOT, TINY_BASE
 from tests.engines.fault_server import Handler, Log, serve
 from tests.tasks.token_engine import ScriptedEngine
@@ -286,6 +287,23 @@ def test_an_unreachable_judge_and_a_weight_without_one_are_refused(template: Cha
     settings = RolloutSettings(template, EpisodeLimits(200), {"judge": 1.0})
     with pytest.raises(ConfigError, match=r"grpo.reward.judge: needs a server and a rubric; set grpo.judge"):
         CaseTasks(Suite("cases", (make_case(0, "Hello"),)), settings)
+
+
+def test_a_run_asks_the_judge_of_its_config_and_keeps_the_scores(template: ChatTemplate, tmp_path: Path) -> None:
+    (tmp_path / "cases.jsonl").write_text(
+        json.dumps(
+            {"messages": [{"role": "user", "content": "Hello"}], "tools": [TOOL.to_openai()], "expected_calls": []}
+        )
+    )
+    words = [f"output_dir={tmp_path / 'run'}", f"grpo.cases={tmp_path / 'cases.jsonl'}"]
+    with serve_judge(grade) as log:
+        judge = f"grpo.judge={{url: '{log.url}', rubric: '{RUBRIC}'}}"
+        tasks = PolicyTasks(load_config(ROOT / "configs" / "tiny_grpo.yaml", [*words, judge]), template, rank=3).tasks
+        assert isinstance(tasks, CaseTasks)
+        assert [one.reward for one in play(tasks, template, lambda text: "Yes, please.")] == [0.9]
+    assert (tmp_path / "run" / "judge" / "rank00003.jsonl").is_file()
+    with pytest.raises(ConfigError, match="Is the server up"):  # before training
+        PolicyTasks(load_config(ROOT / "configs" / "tiny_grpo.yaml", [*words, judge]), template, rank=0)
 
 
 def test_the_digest_of_the_tasks_changes_with_the_rubric_only(template: ChatTemplate, tmp_path: Path) -> None:

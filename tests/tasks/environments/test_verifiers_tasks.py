@@ -6,6 +6,7 @@ The tests with the package need a Python that has it, which FCTUNE_VERIFIERS_PYT
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from fctune.tasks.episode import EpisodeLimits
 from fctune.tasks.rollouts import Request, Rollout, RolloutSettings
 from fctune.tasks.sampling.task_sets import open_dialogue_tasks
 from tests.conftest import TINY_BASE
+from tests.engines.fault_server import Handler, serve
 from tests.tasks.environments import faulty_worker
 from tests.tasks.environments.faulty_worker import write_python
 from tests.tasks.token_engine import ScriptedEngine
@@ -113,6 +115,40 @@ def test_the_package_plays_its_tools_and_rewards_the_policy(open_tasks: Open, te
     assert (cut.is_cut, cut.parts["score"]) == (True, 0.0)
     single = open_tasks(PYTHON, config, env={"taskset": {"id": "counting-words", "has_tools": False}}, num_tasks=2)
     assert [one.reward for one in play(single, template, lambda text: "2", 2)] == pytest.approx([0.0, 0.2])
+
+
+@needs_package
+@pytest.mark.slow
+def test_a_resource_server_of_nemo_gym_answers_calls_and_judges(
+    open_tasks: Open, template: ChatTemplate, tmp_path: Path
+) -> None:
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        """Be such a server: a session, one tool, and a verdict on the calls of a response."""
+        reply: dict[str, Any] = {"result": f"sunny in {body.get('city')}"}
+        if handler.path == "/seed_session":
+            reply = {}
+        elif handler.path == "/verify":
+            made = [
+                json.loads(one["arguments"]) for one in body["response"]["output"] if one["type"] == "function_call"
+            ]
+            reply = {**body, "reward": float({"city": "Paris"} in made)}
+        handler.send(200, json.dumps(reply), {"Content-Type": "application/json", "Set-Cookie": "session=1"})
+
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = {"type": "function", "name": "get_weather", "description": "Weather", "parameters": schema}
+    row = {"responses_create_params": {"input": "Weather in Paris?", "tools": [tool]}, "ground_truth": []}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    call_format, config = detect_format(template.source), DialogueConfig(call_timeout_s=300.0, episode_timeout_s=600.0)
+
+    def ask(city: str) -> Callable[[str], str]:
+        call = call_format.render([Call("get_weather", {"city": city})])
+        return lambda text: "It is sunny." if "sunny in" in text else call
+
+    with serve(behave) as log:
+        taskset = {"id": "nemo-gym", "dataset": str(tmp_path / "rows.jsonl"), "task": {"resources_url": log.url}}
+        tasks = open_tasks(PYTHON, config, env={"taskset": taskset})
+        assert [play(tasks, template, ask(city), 1)[0].reward for city in ("Paris", "Rome")] == [1.0, 0.0]
+        assert {headers.get("Cookie") for headers in log.headers} == {None, "session=1"}
 
 
 @needs_package
