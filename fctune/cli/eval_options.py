@@ -108,7 +108,9 @@ def _check_inputs(name: str, arguments: argparse.Namespace) -> None:
     if name == "eval" and is_dialogue_source(arguments.suite):
         _check_dialogue_options(arguments)
     elif name == "eval" and arguments.dialogue is not None:
-        raise ConfigError("--dialogue: limits dialogues of environment:, mcp: or recorded: tasks only. Leave it out.")
+        raise ConfigError(
+            "--dialogue: limits dialogues of environment:, mcp:, verifiers: or recorded: tasks only. Leave it out."
+        )
     else:
         find_suite(arguments.suite)
 
@@ -156,7 +158,7 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
         "--cases",
         dest="suite",
         help=f"smoke, synthetic, {', '.join(find_benchmarks())}, a file (YAML, or JSONL cases), or held-out dialogues: "
-        "environment:NAMES:TASKS, mcp:FILE or recorded:ROWS",
+        "environment:NAMES:TASKS, mcp:FILE, verifiers:FILE or recorded:ROWS",
     )
     suite.add_argument("--categories", type=_to_names, default=[], help="only these categories, comma-separated")
     suite.add_argument("--limit", type=int, metavar="N", help="only the first N cases of each category")

@@ -10,7 +10,8 @@ strictly and as serving engines do, and compared with the expected calls: names 
 BFCL's multi-turn cases the calls are made on the benchmark's simulated classes, by name from an allow-list, until the
 model makes no more. Code that a model writes is never executed.
 
-Held-out dialogues are SUITEs too: environment:NAMES:TASKS, mcp:FILE and recorded:ROWS, which reinforcement trains on.
+Held-out dialogues are SUITEs too: environment:NAMES:TASKS, mcp:FILE, verifiers:FILE and recorded:ROWS, which
+reinforcement trains on.
 
 Each case is written to --out as it finishes; re-run the same command to resume.
 """

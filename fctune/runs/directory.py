@@ -58,6 +58,7 @@ class RunFiles:
         self.rollouts = self.path / "rollouts.jsonl"  # one object per answer of reinforcement learning, each once
         self.mcp_calls = self.path / "mcp_calls"  # results of an MCP server's tools, a JSON Lines file of each rank
         self.agent_answers = self.path / "agent_answers"  # answers to agents, a JSON Lines file of each rank
+        self.judge = self.path / "judge"  # scores of a language model that judges, a JSON Lines file of each rank
         self.checkpoints = self.path / "checkpoints"  # sharded and elastic
         self.export = self.path / "export"  # the exported models, ``merged`` and ``adapter``
         self.stop_file = self.path / "stop"  # asks the run to save and stop

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fctune.base.errors import DataError
 from fctune.calls.answers import ends_inside_call, find_unread_call, read_text
@@ -30,6 +30,9 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Call, Conversation, Message, Tool, to_encodable
 from fctune.engines.engine import Answer, AnswerTokens, Engine, Prompt
 from fctune.tasks.task import EpisodeStopped, Step, Task, TaskError, TaskState
+
+if TYPE_CHECKING:
+    from fctune.tasks.opinions import Opinion
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class Episode:
         stopped: Why the task ended the episode early; None if it did not.
         is_unanswered: It was stopped because the model could not answer.
         rejected: Kinds of unusable answers that a server sent.
+        opinion: What a language model that judges said of the answer, if it was asked.
     """
 
     task: Task
@@ -141,6 +145,7 @@ class Episode:
     stopped: str | None = None
     is_unanswered: bool = False
     rejected: tuple[str, ...] = ()
+    opinion: Opinion | None = None
     _state: TaskState | None = None
     _has_one_call_each: bool = False
     _num_calls: int = 0

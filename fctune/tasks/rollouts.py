@@ -11,9 +11,10 @@ import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from fctune.base.errors import ConfigError, DataError
@@ -23,10 +24,11 @@ from fctune.config.intervals import choose_noun, format_count
 from fctune.data.chat_template import ChatTemplate
 from fctune.engines.engine import Engine
 from fctune.tasks.episode import Episode, EpisodeLimits, EpisodeRunner, EpisodeTokens
-from fctune.tasks.judge import judge_episode
+from fctune.tasks.judge import JudgedEpisode, judge_episode
+from fctune.tasks.opinions import JUDGE_PART, Opinion, TextJudge, read_opinion
 from fctune.tasks.rewards import BINARY, CONTROL, REWARD_PARTS, check_reward, score_answer, toss_coin, weigh_parts
 from fctune.tasks.suite import Suite
-from fctune.tasks.task import Task, TaskError
+from fctune.tasks.task import AnswerCase, Case, Task, TaskError
 
 # Failing tasks in a row after which the cause must be systematic, so that more tasks will not help. A single task,
 # such as one whose prompt is too long, fails as many times as its group has answers.
@@ -67,6 +69,7 @@ class Rollout:
             request was sent again, a bounded number of times; after the last, ``error`` is set.
         further: Further sequences of the episode, which do not continue the first: those of an agent that rewrites its
             history, or does several things at once.
+        opinion: What a language model that judges said of the answer, if it was asked; not compared.
     """
 
     case_id: str
@@ -85,6 +88,7 @@ class Rollout:
     judging_s: float = field(default=0.0, compare=False)
     rejected: tuple[str, ...] = ()
     further: tuple[EpisodeTokens, ...] = ()
+    opinion: Opinion | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.is_generated) == len(self.logprobs), "one flag and one logprob for each id"
@@ -115,6 +119,7 @@ class Rollout:
         row = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         for name in ("prompt_ids", "ids", "logprobs", "rejected"):
             row[name] = list(row[name])
+        row["opinion"] = None if self.opinion is None else self.opinion.to_json()
         row |= {"is_generated": [int(one) for one in self.is_generated], "parts": dict(self.parts)}
         if self.further:
             return row | {"further": [one.to_json() for one in self.further]}
@@ -124,9 +129,9 @@ class Rollout:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Rollout:
         """Return the rollout from the plain values of ``to_json``; other keys are ignored."""
-        names = {one.name for one in dataclasses.fields(cls)} - {"rejected", "further"}
-        values = {name: row[name] for name in names}
-        values["rejected"] = row.get("rejected", ())  # which earlier checkpoints lack
+        later = ("rejected", "further", "opinion")  # which earlier checkpoints lack
+        values = {one.name: row[one.name] for one in dataclasses.fields(cls) if one.name not in later}
+        values |= {"rejected": row.get("rejected", ()), "opinion": read_opinion(row.get("opinion"))}
         values["further"] = tuple(EpisodeTokens.from_json(one) for one in row.get("further", ()))
         for name in ("prompt_ids", "ids", "logprobs", "rejected"):
             values[name] = tuple(values[name])
@@ -143,12 +148,14 @@ class RolloutSettings:
         limits: Where episodes end.
         weights: Weight of each part of the reward; None: the default of the tasks.
         section: Config section of the settings, for messages.
+        judge: Language model that scores answers in words; it is closed with the tasks.
     """
 
     template: ChatTemplate | None
     limits: EpisodeLimits
     weights: Mapping[str, float] | None = None
     section: str = "grpo"
+    judge: TextJudge | None = None
 
 
 class TaskSet(ABC):
@@ -168,10 +175,13 @@ class TaskSet(ABC):
     """Episodes that run at a time; None: all that are requested."""
     is_exclusive: bool = False
     """True if only one process of a run may play the tasks."""
+    num_judged_at_once: int = 1
+    """Episodes that are rewarded at a time, while further ones are played."""
 
-    def __init__(self, settings: RolloutSettings):
+    def __init__(self, settings: RolloutSettings, further_parts: Mapping[str, str] | None = None):
         weights = self.default_weights if settings.weights is None else settings.weights
-        check_reward(weights, f"{settings.section}.reward", {**self.parts, **CONTROL}, self.reward_name)
+        parts = {**self.parts, **(further_parts or {}), **CONTROL}
+        check_reward(weights, f"{settings.section}.reward", parts, self.reward_name)
         self._template, self._limits, self._weights = settings.template, settings.limits, dict(weights)
         self._call_format = None if settings.template is None else find_call_format(settings.template)
         self._failing: Counter[str] = Counter()  # failures of each task since the last rollout
@@ -211,8 +221,7 @@ class TaskSet(ABC):
         """
         assert self._template is not None, "tasks without a chat template are not played"
         runner = EpisodeRunner(engine, self._call_format, self._limits, template=self._template, acts_on="strict")
-        for episode in runner.run(map(self.begin, requests), self.num_at_once, gives_up=False):
-            rollout = self._reward(episode)
+        for rollout in self._reward_each(runner.run(map(self.begin, requests), self.num_at_once, gives_up=False)):
             self.note_end(rollout.case_id, rollout.error)
             yield rollout
 
@@ -246,6 +255,22 @@ class TaskSet(ABC):
     def close(self) -> None:  # noqa: B027 most tasks hold nothing
         """Release what the tasks hold."""
 
+    def _reward_each(self, episodes: Iterable[Episode]) -> Iterator[Rollout]:
+        """Yield the rewarded rollout of each episode in their order."""
+        if self.num_judged_at_once == 1:
+            yield from map(self._reward, episodes)
+            return
+        pool, waiting = ThreadPoolExecutor(self.num_judged_at_once, "judge"), deque[Future[Rollout]]()
+        try:
+            for episode in episodes:
+                waiting.append(pool.submit(self._reward, episode))
+                while waiting and waiting[0].done():
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
     def _reward(self, episode: Episode) -> Rollout:
         fire("judge", episode.task.id)
         start = time.perf_counter()
@@ -276,11 +301,14 @@ class TaskSet(ABC):
             reason,
             judging_s=time.perf_counter() - start,
             rejected=episode.rejected,
+            opinion=episode.opinion,
         )
 
 
 class CaseTasks(TaskSet):
     """The single-turn cases of a suite: one answer each, rewarded by the verdict on its calls.
+
+    A judge scores the answers without an exact verdict: those in words, where no call is due.
 
     Raises:
         ConfigError: A part of the reward does not exist, or a prompt leaves no room for an answer.
@@ -293,7 +321,15 @@ class CaseTasks(TaskSet):
     max_failing = None
 
     def __init__(self, suite: Suite, settings: RolloutSettings):
-        super().__init__(settings)
+        self._judge = settings.judge
+        if self._judge is not None:
+            self.num_judged_at_once = self._judge.concurrency
+            settings = replace(settings, weights=settings.weights or dict.fromkeys(JUDGE_PART, 1.0))
+        elif "judge" in (settings.weights or {}):
+            raise ConfigError(
+                f"{settings.section}.reward.judge: needs a server and a rubric; set {settings.section}.judge."
+            )
+        super().__init__(settings, None if self._judge is None else JUDGE_PART)
         template, where = settings.template, settings.section
         assert template is not None, "cases are encoded with a chat template"
         assert self._call_format is not None
@@ -314,6 +350,7 @@ class CaseTasks(TaskSet):
                 f"data.seq_len={max_tokens:,}. Raise data.seq_len, lower {where}.max_new_tokens, or remove these cases."
             )
         described = [suite.digest(), self._call_format.name, max_new_tokens, sorted(self._weights.items())]
+        described += [] if self._judge is None else self._judge.describe()
         self._digest = hashlib.blake2b(
             json.dumps([described, sorted(self._prompts.items())]).encode("utf-8", "surrogatepass"), digest_size=8
         ).hexdigest()
@@ -343,5 +380,34 @@ class CaseTasks(TaskSet):
         return episode
 
     def score(self, episode: Episode) -> Mapping[str, float]:
-        """Return the parts of the verdict."""
-        return score_answer(judge_episode(episode), self._limits.max_new_tokens)
+        """Return the parts of the verdict, and the judge's score if there is a judge."""
+        judged = judge_episode(episode)
+        parts = score_answer(judged, self._limits.max_new_tokens)
+        if self._judge is not None:
+            parts["judge"] = self._ask_judge(self._judge, episode, judged)
+        return parts
+
+    def close(self) -> None:
+        """Fail requests to the judge that wait for another attempt."""
+        if self._judge is not None:
+            self._judge.close()
+
+    def _ask_judge(self, judge: TextJudge, episode: Episode, judged: JudgedEpisode) -> float:
+        """Return the judge's score of an answer in words; of others the strict verdict, with which some are compared.
+
+        Raises:
+            TaskError: The judge gave no score.
+        """
+        case, is_right, text = judged.case, judged.strict.is_valid, judged.answer.text
+        assert isinstance(case, Case)
+        if not isinstance(case, AnswerCase) and not case.expected and is_right:
+            words = episode.final_text.strip()
+            if not words:
+                return 0.0
+            episode.opinion = opinion = judge.ask(case.prompt, words)
+            if opinion.score is None:
+                raise TaskError(opinion.error or "")
+            return opinion.score
+        if text.strip() and not judged.answer.is_cut and judge.is_compared(case.id, text):
+            episode.opinion = judge.ask(case.prompt, text, is_right)
+        return float(is_right)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fctune.base import distributed
@@ -26,6 +28,7 @@ from fctune.runs.directory import RunFiles
 from fctune.runs.record import MetricsFile
 from fctune.tasks.episode import EpisodeLimits
 from fctune.tasks.evaluation.live import build_answering, random_state_restored
+from fctune.tasks.opinions import TextJudge
 from fctune.tasks.rollouts import CaseTasks, RolloutSettings, TaskSet
 from fctune.tasks.sampling.collection import TaskOrder
 from fctune.tasks.sampling.task_sets import load_training_suite, open_dialogue_tasks, open_server_engine
@@ -175,6 +178,9 @@ def _open_tasks(
             raise
         return dialogues, TaskOrder(dialogues.ids, config.seed), None
     suite = load_training_suite(section.cases, section.force_benchmark, section.section)
+    if isinstance(section, GRPOConfig) and section.judge is not None:
+        folder = RunFiles(config.output_dir).judge if section.judge.cache is None else Path(section.judge.cache)
+        settings = replace(settings, judge=TextJudge(section.judge, folder, rank))
     tasks = CaseTasks(suite, settings)
     order = TaskOrder(tasks.ids, config.seed, tasks.categories, section.category_shares, section.section)
     return tasks, order, benchmark_of(suite)

@@ -24,9 +24,11 @@ from fctune.base.distributed import World
 from fctune.base.errors import DataError
 from fctune.checkpoint.fault_hooks import fire
 from fctune.config.schema import RunConfig
+from fctune.config.sections.grpo import GRPOConfig
 from fctune.data.loader import DEFAULT_COST, RowCost
 from fctune.engines.engine import PolicyEngine
 from fctune.models.attention import MakeBounds
+from fctune.tasks.opinions import summarise_opinions
 from fctune.tasks.rollouts import Request, Rollout, TaskSet
 from fctune.tasks.sampling.collection import Position, RolloutBatch, RolloutCollector, TaskOrder
 from fctune.training.policy_gradient import compute_advantages
@@ -283,6 +285,8 @@ class RolloutSource:
         metrics |= {f"answers_rejected/{kind}": count for kind, count in sorted(rejected.items())}
         if any(one.further for one in rollouts):
             metrics["sequences_trained"] = len(self._trained)
+        if isinstance(self._section, GRPOConfig) and self._section.judge is not None:
+            metrics |= summarise_opinions(one.opinion for one in rollouts if one.opinion is not None)
         for name in answered[0].parts:
             metrics[f"reward/{name}"] = _mean([one.parts[name] for one in answered])
         if (right := next((name for name in _RIGHT if name in answered[0].parts), None)) is not None:

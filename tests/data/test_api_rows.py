@@ -80,6 +80,48 @@ def test_every_shape_of_one_conversation_reads_the_same(shape: str) -> None:
     assert not list(iter_warnings(parsed))
 
 
+GYM_TOOL = {"type": "function", **api_rows.FUNCTION}
+
+
+def gym_row(action: Any, **columns: Any) -> Row:
+    agent = {"type": "responses_api_agents", "name": "some_agent"}
+    row: Row = {"responses_create_params": {"input": QUESTION, "tools": [GYM_TOOL]}, "agent_ref": agent, **columns}
+    return row if action is None else {**row, "expected_action": action}
+
+
+def test_tasks_of_nemo_gym_have_the_action_that_is_due_as_their_answer() -> None:
+    calls = [{"type": "function_call", "name": "get_weather", "arguments": f'{{"city": "{city}"}}'} for city in "ab"]
+    expected = [Call("get_weather", {"city": city}) for city in "ab"]
+    for action, due in ((calls[0], expected[:1]), ({"type": "function_call_batch", "calls": calls}, expected)):
+        for written in (action, json.dumps(action)):
+            question, answer = read(gym_row(written)).conversation.messages
+            assert (question.role, question.content) == ("user", QUESTION)
+            assert (answer.role, answer.content, [replace(call, id=None) for call in answer.calls]) == (
+                "assistant",
+                None,
+                due,
+            )
+    (_, said) = read(gym_row({"type": "message", "content": "Which city?"})).conversation.messages
+    assert (said.content, said.calls) == ("Which city?", ())
+
+
+def test_tasks_of_nemo_gym_that_only_a_server_judges_are_refused_by_name() -> None:
+    for row in (gym_row(None), gym_row(None, ground_truth=[], verifier_metadata={"expected_tool": "get_weather"})):
+        with pytest.raises(RowError, match=r"NeMo Gym \(some_agent\) without expected_action or a response"):
+            read(row)
+    assert error_of(gym_row({"type": "web_search"})) == ("unknown_block", "expected_action.type")
+    assert error_of(gym_row("call it")) == ("message_shape", "expected_action")
+    assert error_of(gym_row({"type": "function_call_batch", "calls": 5}))[1] == "expected_action.calls"
+    assert error_of(gym_row({"type": "function_call", "name": "get_weather", "arguments": "{"}))[1].startswith(
+        "expected_action"
+    )
+
+
+def test_a_rollout_of_nemo_gym_is_read_as_it_went_and_not_as_it_should_have() -> None:
+    row = {**SHAPES["responses: NeMo Gym"], "expected_action": {"type": "message", "content": "no"}}
+    assert read(row).conversation.messages == read(SHAPES["responses: NeMo Gym"]).conversation.messages
+
+
 @pytest.mark.parametrize("shape", SWIFT_SHAPES)
 def test_the_roles_of_ms_swift_read_as_the_same_conversation_without_ids(shape: str) -> None:
     parsed = read(SWIFT_SHAPES[shape])

@@ -19,6 +19,7 @@ from fctune.data.sources.reader import UnreadRow
 from fctune.tasks.environments.agent.task_file import read_agent_file
 from fctune.tasks.environments.host import EnvironmentHost
 from fctune.tasks.environments.mcp.task_file import read_task_file
+from fctune.tasks.environments.verifiers.tasks import read_verifiers_file
 from tests.conftest import ROOT
 from tests.page_blocks import list_blocks
 
@@ -56,6 +57,18 @@ def test_the_file_of_an_agent_on_the_page_is_read(tmp_path: Path, monkeypatch: p
     assert file.scorer.command == "python score.py"
     assert list(tasks) == ["1"]
     assert not find_source_problems(yaml.safe_load(second)["grpo"]["cases"], "")
+
+
+def test_the_files_of_other_environments_and_of_a_judge_on_the_page_are_read(tmp_path: Path) -> None:
+    *files, config = list_blocks(ROOT / "docs" / "reference" / "other-environments.md", "yaml")
+    for text, taskset in zip(files, ("my-words", "nemo-gym"), strict=True):
+        (tmp_path / "words.yaml").write_text(text)
+        assert read_verifiers_file(tmp_path / "words.yaml").env["taskset"]["id"] == taskset
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"extends": "tiny_grpo", **yaml.safe_load(config)}))
+    grpo = load_config(tmp_path / "run.yaml", []).grpo
+    assert grpo is not None
+    assert grpo.judge is not None
+    assert grpo.reward == {"judge": 1.0}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/data.md"])

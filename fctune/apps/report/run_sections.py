@@ -40,6 +40,7 @@ from fctune.runs.success import Criterion, CriterionStatus
 from fctune.tasks.evaluation.accuracy import Accuracy
 from fctune.tasks.evaluation.published import Published
 from fctune.tasks.judge import is_valid
+from fctune.tasks.opinions import Opinion, read_opinion, summarise_opinions
 
 DATA_REPORT = "data_report.json"  # output of ``fctune data check --json``, if it was saved in the run directory
 
@@ -353,6 +354,13 @@ def add_rollouts(page: Page, record: RunRecord, suffix: str = "") -> None:
         lead="Generation may overlap with training: what training waits for is the first line. Judging is a sum over "
         "ranks and part of generation.",
     )
+    if record.metrics.has("judge_calls"):
+        page.add_section(
+            f"Judge{suffix}",
+            Table(["Scores of answers in words", Num("Value")], _make_judge_rows(record)),
+            lead="Exact verdicts come first. Where both exist, a score of at least a half counts as right; kappa is "
+            "the agreement beyond chance.",
+        )
     if examples := list(_iter_examples(record)):
         page.add_section(
             f"Answers over time{suffix}",
@@ -374,6 +382,36 @@ def _make_shares(record: RunRecord) -> list[list[object]]:
         "publishing the policy": total("publish_time_s"),
     }
     return [[name, f"{seconds:,.1f}", f"{seconds / steps_s:.2%}"] for name, seconds in parts.items()]
+
+
+def _make_judge_rows(record: RunRecord) -> list[list[object]]:
+    totals = summarise_opinions(_iter_opinions(record.files.rollouts))
+    shown = {
+        "answers asked about": "judge_calls",
+        "answers whose score was known": "judge_cache_hits",
+        "answers without a score": "judge_failures",
+        "tokens": "judge_tokens",
+        "answers with an exact verdict as well": "judge_compared",
+    }
+    rows: list[list[object]] = [[label, f"{totals[name]:,}"] for label, name in shown.items()]
+    if "judge_agreement" in totals:
+        rows.append(["agreement with exact verdicts", f"{totals['judge_agreement']:.1%}"])
+    if "judge_kappa" in totals:
+        rows.append(["Cohen's kappa", f"{totals['judge_kappa']:.2f}"])
+    return rows
+
+
+def _iter_opinions(path: Path) -> Iterator[Opinion]:
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                opinion = read_opinion(json.loads(line).get("opinion"))
+            except ValueError:  # truncated by a kill
+                continue
+            if opinion is not None:
+                yield opinion
 
 
 def _iter_examples(record: RunRecord) -> Iterator[dict[str, Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, MAY_CHANGE, Null, Range
-from fctune.config.sections.rollouts import RolloutConfig
+from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, MAY_CHANGE, Null, Range, SectionProblems, join_key
+from fctune.config.sections.rollouts import JudgeConfig, RolloutConfig, is_dialogue_source
 
 PolicyLoss = Literal["grpo", "dapo", "gspo", "dr_grpo"]
 Advantage = Literal["group", "unbiased", "leave_one_out"]
@@ -33,9 +33,13 @@ class GRPOConfig(RolloutConfig):
     group_size: Annotated[int, Range(ge=2)] = 8
     """Answers to each case; an advantage compares an answer with the others of its group."""
     # Not a default mapping, which given parts would be added to.
-    reward: Annotated[dict[str, float] | None, Null("`strict: 1`; in dialogues see docs/environments.md")] = None
-    """Weight of each part of the reward: `strict`, `lenient`, `names`, `arguments`, `schema`, `format`, `brevity`, and
-    `random` as a control."""
+    reward: Annotated[
+        dict[str, float] | None, Null("`strict: 1`, or `judge: 1` with a judge; in dialogues see docs/environments.md")
+    ] = None
+    """Weight of each part of the reward: `strict`, `lenient`, `names`, `arguments`, `schema`, `format`, `brevity`,
+    `judge` (see `judge`), and `random` as a control."""
+    judge: Annotated[JudgeConfig | None, Null("none")] = None
+    """Language model that scores answers in words; not for dialogues, which have exact verdicts."""
     advantage: Advantage = "group"
     """Advantage of an answer: `group`, its reward minus the group's mean, over the group's standard deviation
     (arXiv:2402.03300); `unbiased`, without the division (arXiv:2503.20783); `leave_one_out`, its reward minus the mean
@@ -77,3 +81,10 @@ class GRPOConfig(RolloutConfig):
     def answers_per_batch(self) -> int:
         """Answers of a batch in which no group is dropped."""
         return self.prompts_per_step * self.group_size
+
+    def check(self, where: str, problems: SectionProblems) -> None:
+        """Check the rollouts, and that a judge has answers in words to score."""
+        RolloutConfig.check(self, where, problems)
+        if self.judge is not None and is_dialogue_source(self.cases):
+            key = join_key(where, "judge")
+            problems.add(("judge", "cases"), f"{key}: only for cases of one turn, not for {self.cases}; remove it")

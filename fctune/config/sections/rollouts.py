@@ -1,4 +1,4 @@
-"""Config of rollouts: the cases, the engine that answers them, and limits of multi-turn dialogues."""
+"""Config of rollouts: the cases, the engine that answers them, the judge, and limits of multi-turn dialogues."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from fctune.config.fields import (
 from fctune.config.parsing import describe_no_file
 from fctune.config.server_address import find_address_problem
 
-ENVIRONMENT, RECORDED, MCP, AGENT = "environment:", "recorded:", "mcp:", "agent:"
-"""How ``cases`` names tasks in environments, rows with recorded results, tasks with an MCP server or an agent."""
+ENVIRONMENT, RECORDED, MCP = "environment:", "recorded:", "mcp:"
+VERIFIERS, AGENT = "verifiers:", "agent:"
+"""How ``cases`` names tasks in environments, rows with recorded results, tasks with an MCP server, in environments of
+the verifiers package, and of an agent.
+"""
 
 _TASKS = re.compile(r"environment:(?P<names>[^,]+(?:,[^,]+)*):(?P<num_tasks>[1-9][0-9]*)")
 
@@ -50,15 +53,49 @@ class ServerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class JudgeConfig:
+    """A language model that scores answers in words, behind any server with OpenAI's API. Its score is the part `judge`
+    of the reward. Exact verdicts come first: it is asked only where an answer in words is due and given.
+    """
+
+    url: Annotated[str, MAY_CHANGE]
+    """Address, with or without `/v1`. An API key is read from FCTUNE_JUDGE_API_KEY."""
+    rubric: str
+    """What a good answer is, in words; the judge scores from 0 to 10."""
+    model: Annotated[str | None, Null("the only one")] = None
+    """Name of the model on the server."""
+    agreement_share: Annotated[float, SHARE, MAY_CHANGE] = 0.1
+    """Share of the answers with an exact verdict that the judge scores as well, only to measure how often both agree
+    (`judge_agreement`, `judge_kappa`)."""
+    cache: Annotated[str | None, Null("`OUTPUT_DIR/judge`"), MAY_CHANGE] = None
+    """Directory of scores, which are never asked for again for the same model, rubric, question and answer; runs may
+    share it."""
+    concurrency: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 16
+    """Largest number of requests in flight."""
+    timeout_s: Annotated[float, Range(gt=0), MAY_CHANGE] = 60.0
+    """Time limit of an attempt, in seconds; each request has three."""
+    max_new_tokens: Annotated[int, AT_LEAST_1] = 512
+    """Maximum length of the judge's reply in tokens, with its reasoning."""
+
+    def check(self, where: str, problems: SectionProblems) -> None:
+        """Check the server's address, and that there is a rubric."""
+        if (problem := find_address_problem(self.url, join_key(where, "url"))) is not None:
+            problems.add(("url",), problem)
+        if not self.rubric.strip():
+            problems.add(("rubric",), f"{join_key(where, 'rubric')}: empty; say what a good answer is")
+
+
+@dataclass(kw_only=True, slots=True)
 class DialogueConfig:
-    """Limits of multi-turn dialogues, for `environment:`, `mcp:` and `recorded:` cases."""
+    """Limits of multi-turn dialogues, for `environment:`, `mcp:`, `verifiers:` and `recorded:` cases."""
 
     max_turns: Annotated[int, AT_LEAST_1] = 8
     """Maximum number of the model's answers in a dialogue."""
     call_timeout_s: Annotated[float, Range(gt=0)] = 5.0
-    """Time limit of a call in an environment or of an MCP server, in seconds."""
+    """Time limit of a call in an environment or of a server, in seconds."""
     episode_timeout_s: Annotated[float, Range(gt=0)] = 120.0
-    """Time limit of all calls of a dialogue with an MCP server together, with its start, in seconds."""
+    """Time limit of all calls of a dialogue with an MCP server together, with its start, or of a verifiers
+    environment's share in a dialogue, with its scoring, in seconds."""
     memory_gib: Annotated[float, Range(gt=0)] = 2.0
     """Memory limit of an environment's process, in GiB."""
     max_result_bytes: Annotated[int, AT_LEAST_1] = 262_144
@@ -96,10 +133,11 @@ class RolloutConfig:
     """The server, with `engine: server`."""
     dialogue: DialogueConfig = field(default_factory=DialogueConfig)
     """Limits of dialogues, which `cases` names as `environment:NAMES:TASKS`, such as `environment:files,shop:1000`, as
-    `mcp:FILE`, a file of tasks with an MCP server, or as `recorded:ROWS`, a file of rows with calls and their results
+    `mcp:FILE`, a file of tasks with an MCP server, as `verifiers:FILE`, an environment of the verifiers package, as
+    `agent:FILE`, tasks of an agent, or as `recorded:ROWS`, a file of rows with calls and their results
     (docs/environments.md). Their rewards have different parts: `solved`, `progress`, in environments and with MCP
-    servers `economy` and `validity`, and `random`. With `agent:FILE`, an agent that carries tasks out, the file has
-    the limits, and the parts are `score`, `solved` and `random`."""
+    servers `economy` and `validity`, in verifiers environments and of agents `score`, and `random`. An agent's file
+    has its limits."""
     max_staleness: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 1
     """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
 
@@ -147,7 +185,7 @@ class RolloutConfig:
 
 def is_dialogue_source(cases: str) -> bool:
     """Return True if ``cases`` names multi-turn dialogues."""
-    return cases.startswith((ENVIRONMENT, RECORDED, MCP, AGENT))
+    return cases.startswith((ENVIRONMENT, RECORDED, MCP, VERIFIERS, AGENT))
 
 
 def parse_environments(cases: str) -> tuple[list[str], int] | None:
@@ -169,4 +207,7 @@ def find_source_problems(cases: str, key: str) -> list[str]:
     path = cases.removeprefix(AGENT)
     if cases.startswith(AGENT) and not os.path.isfile(path):
         return [f"{key}{cases}: {path} does not exist; name a file of tasks for an agent"]
+    path = cases.removeprefix(VERIFIERS)
+    if cases.startswith(VERIFIERS) and not os.path.isfile(path):
+        return [f"{key}{cases}: {path} does not exist; name a file with env, the config of a verifiers environment"]
     return []

@@ -15,7 +15,7 @@ from fctune.base.errors import ConfigError, DataError
 from fctune.base.files import write_atomically
 from fctune.config.conditions import parse_conditions
 from fctune.config.sections.data import DataConfig, Fold, RedactConfig, SourceConfig
-from fctune.config.sections.rollouts import ENVIRONMENT, MCP, RECORDED
+from fctune.config.sections.rollouts import ENVIRONMENT, MCP, RECORDED, VERIFIERS
 from fctune.data.conversation import Conversation, Message
 from fctune.data.prepared_set import PreparedSet
 from fctune.data.redaction import Redactor
@@ -54,7 +54,7 @@ def find_leaks(cases: Sequence[Task], model: str | Path, adapter: str | Path | N
 
     A case is found if a training row, a pair's prompt or a case of reinforcement opens with the same turns of the user,
     white space aside. Rows that the run held out for validation are among them, except those that it wrote as cases.
-    Tasks of environments and MCP servers have no rows.
+    Tasks of environments and servers have no rows.
     """
     runs = [find_run(Path(path)) for path in (adapter, model) if path is not None]
     run = next((run for run in runs if run is not None), None)
@@ -148,7 +148,7 @@ def _read_sources(run: Path) -> list[_Source]:
         ) from None
     if cases.startswith((RECORDED, "synthetic:")):
         sources.append(_Source(cases.removeprefix(RECORDED)))
-    elif cases and not cases.startswith((ENVIRONMENT, MCP)):
+    elif cases and not cases.startswith((ENVIRONMENT, MCP, VERIFIERS)):
         sources.append(_Source(cases, "cases"))
     return sources
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 from fctune.base.errors import ConfigError
 from fctune.config.loading import read_environment
-from fctune.config.sections.rollouts import AGENT, MCP, RECORDED, DialogueConfig, ServerConfig, parse_environments
+from fctune.config.sections.rollouts import (
+    AGENT,
+    MCP,
+    RECORDED,
+    VERIFIERS,
+    DialogueConfig,
+    ServerConfig,
+    parse_environments,
+)
 from fctune.data.chat_template import ChatTemplate
 from fctune.engines.policy_server import PolicyServer, ServerPatience
 from fctune.tasks.environments.agent.task_file import read_agent_file
@@ -20,6 +28,7 @@ from fctune.tasks.environments.mcp.server import EpisodeServerLimits, ReplayedSe
 from fctune.tasks.environments.mcp.task_file import read_task_file
 from fctune.tasks.environments.mcp.tasks import McpTasks
 from fctune.tasks.environments.tasks import EnvironmentTasks
+from fctune.tasks.environments.verifiers.tasks import VerifiersHost, VerifiersTasks, read_verifiers_file
 from fctune.tasks.evaluation.row_cases import make_row_cases
 from fctune.tasks.recorded import RecordedTasks, read_recorded
 from fctune.tasks.rollouts import RolloutSettings
@@ -34,14 +43,15 @@ def open_dialogue_tasks(
     split: Split = "train",
     record: Path | None = None,
     log: Callable[[str], None] = lambda line: None,
-) -> AgentTasks | EnvironmentTasks | McpTasks | RecordedTasks:
-    """Open the tasks of ``environment:NAMES:TASKS``, ``mcp:FILE``, ``recorded:ROWS`` or ``agent:FILE``.
+) -> AgentTasks | EnvironmentTasks | McpTasks | RecordedTasks | VerifiersTasks:
+    """Open the tasks of ``environment:NAMES:TASKS``, ``mcp:FILE``, ``verifiers:FILE``, ``recorded:ROWS`` or
+    ``agent:FILE``.
 
     Args:
         cases: Value of ``cases`` in the section of the rollouts.
         config: Limits of dialogues and environments.
         settings: How tasks are asked and rewarded; ``config`` limits their turns.
-        split: Side of the tasks of environments and MCP servers.
+        split: Side of the tasks, except of recorded rows and agents.
         record: File to which an MCP server's results, or the answers to an agent, are appended; None: they are not
             recorded.
         log: Called with a line about a server whose state is not reset, or an agent that fails.
@@ -58,6 +68,15 @@ def open_dialogue_tasks(
         return RecordedTasks(read_recorded(cases.removeprefix(RECORDED)), settings)
     if cases.startswith(MCP):
         return _open_mcp_tasks(Path(cases.removeprefix(MCP)), config, settings, split, record, log)
+    if cases.startswith(VERIFIERS):
+        path = Path(cases.removeprefix(VERIFIERS))
+        file = read_verifiers_file(path)
+        process = VerifiersHost(path, file, config)
+        try:
+            return VerifiersTasks(file, process, split, settings)
+        except BaseException:
+            process.close()
+            raise
     parsed = parse_environments(cases)
     assert parsed is not None, "the config was checked"
     names, num_tasks = parsed

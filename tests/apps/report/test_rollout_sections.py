@@ -9,6 +9,7 @@ from fctune.apps.report.run_sections import add_rollouts
 from fctune.pages.page import Page
 from fctune.pages.run_charts import find_metrics
 from fctune.runs.record import read_run
+from fctune.tasks.opinions import Opinion
 
 
 def test_times_and_examples_are_shown(tmp_path: Path) -> None:
@@ -36,6 +37,22 @@ def test_times_and_examples_are_shown(tmp_path: Path) -> None:
     assert "flat got" not in html
     assert "two got" not in html
     assert html.count(" got 1.0 at ") == 6
+
+
+def test_a_judge_is_compared_with_exact_verdicts_over_the_whole_run(tmp_path: Path) -> None:
+    step = {"step": 1, "loss": 0.1, "step_time_s": 1.0, "data_time_s": 0.5, "answers": 10, "generation_time_s": 0.5}
+    step |= {"judging_time_s": 0.05, "publish_time_s": 0.2, "judge_calls": 10}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
+    pairs = [(0.9, True)] * 5 + [(0.1, False)] * 3 + [(0.8, False), (0.2, True)]  # 8 of 10 agree
+    rows = [{"opinion": Opinion(score, exact, num_tokens=100).to_json()} for score, exact in pairs]
+    lines = [{"opinion": None}, {"case_id": "one"}, *rows]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines) + '{"opinion": {"sc')
+    page = Page("run")
+    add_rollouts(page, read_run(tmp_path))
+    html = page.render()
+    assert "80.0%" in html
+    assert "0.58" in html  # (0.8 - 0.52) / (1 - 0.52)
+    assert "1,000" in html
 
 
 def test_other_runs_have_no_such_section(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fctune.tasks.environments.files import Files
 from fctune.tasks.evaluation.results import read_rows
 from tests.engines import faulty_stdio_server as faults
 from tests.engines.fault_server import Handler, Log, serve
+from tests.tasks.environments.faulty_worker import write_python
 from tests.tasks.recorded_rows import make_row
 
 Json = dict[str, Any]
@@ -108,6 +109,26 @@ def test_only_held_out_tasks_are_asked_and_each_is_solved_or_not(
     }
     assert "counter/test/4" in page.read_text()
     assert "50.0%" in capsys.readouterr().out
+
+
+def test_environments_of_verifiers_are_evaluated_by_their_own_reward(tmp_path: Path) -> None:
+    path, out = tmp_path / "words.yaml", tmp_path / "out.jsonl"
+    for fault, verdict, score in (("none", "correct", 1.0), ("constant", "wrong_answer", 0.5)):
+        named = {"env": {"taskset": {"id": "words"}}, "python": write_python(tmp_path, fault), "test_share": 0.3}
+        path.write_text(dump_yaml(named))
+        with serve_model(add_once) as log:
+            assert evaluate(log.url, f"verifiers:{path}", out, "--limit", "3", "--fresh") == 0
+        rows = read_rows(out)
+        assert [row["verdict"] for row in rows] == [verdict] * 3
+        assert [(row["parts"]["score"], row["ended"]) for row in rows] == [(score, "answered")] * 3
+        assert all(row["turns"][0][0]["results"] == ["1"] for row in rows)
+    path.write_text(dump_yaml({**named, "python": write_python(tmp_path, "nan")}))
+    with serve_model(add_once) as log:
+        assert evaluate(log.url, f"verifiers:{path}", out, "--limit", "3", "--fresh") == 2  # none was measured
+
+
+def add_once(question: str, results: Sequence[str]) -> Sequence[tuple[str, Json]] | str:
+    return "Done." if results else [("add", {"by": 1})]
 
 
 def test_two_models_are_compared_by_task_and_tasks_that_failed_are_left_out(

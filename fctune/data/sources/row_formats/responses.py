@@ -1,7 +1,9 @@
 """Rows of OpenAI's Responses API: the items of ``input`` and ``output``.
 
 https://platform.openai.com/docs/api-reference/responses. A row is a request, with its response in ``response`` or its
-items in ``output``. Rows of NVIDIA's NeMo Gym have the request in ``responses_create_params``.
+items in ``output``. Rows of NVIDIA's NeMo Gym have the request in ``responses_create_params``, and those of its server
+single_step_tool_use_with_argument_comparison the answer that is due in ``expected_action``
+(https://github.com/NVIDIA-NeMo/Gym, resources_servers); other rows need their server to judge an answer.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fctune.data.sources.row_formats.exchange import (
     set_api_tools,
 )
 
-_GYM = "responses_create_params"
+_GYM, _ACTION = "responses_create_params", "expected_action"
 _COLUMNS = ("instructions", "input", "output", "tools", "previous_response_id", "conversation")
 _KEYS = frozenset({"input", "output", "request", _GYM})
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
@@ -83,7 +85,17 @@ def read_responses(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     add_responses_request(request, exchange.at, builder)
     if response is not None:
         add_responses_response(response, exchange.response_at, builder)
-    return builder.finish()
+    elif _GYM in row and row.get(_ACTION) is not None:
+        add_items(_list_expected(row[_ACTION], builder), builder)
+    try:
+        return builder.finish()
+    except RowError as error:
+        if _GYM not in row or error.kind != "no_assistant":
+            raise
+        agent = row.get("agent_ref")
+        name = f" ({agent['name']})" if isinstance(agent, dict) and isinstance(agent.get("name"), str) else ""
+        reason = f"a task of NeMo Gym{name} without {_ACTION} or a response: only its resource server can judge answers"
+        raise RowError("", "no_assistant", reason) from None
 
 
 def add_responses_request(request: dict[str, Any], at: str, builder: RowBuilder) -> None:
@@ -116,6 +128,21 @@ def add_responses_response(response: Any, at: str, builder: RowBuilder) -> None:
     require_finished(response, at, builder)
     builder.note_unread(response, {"output", "tools", *ALL_SETTINGS}, at)
     add_items(list_values(response.get("output"), f"{at}.output", builder, "items"), builder)
+
+
+def _list_expected(action: Any, builder: RowBuilder) -> list[tuple[Any, str]]:
+    """Return the items of the answer that is due: a message, a call, or a batch of calls."""
+    action = require_object(decode(action, _ACTION, builder), _ACTION)
+    match action.get("type"):
+        case "function_call":
+            return [(action, _ACTION)]
+        case "function_call_batch":
+            return list_values(action.get("calls"), f"{_ACTION}.calls", builder, "calls")
+        case "message":
+            return [({"role": "assistant", **action}, _ACTION)]
+        case kind:
+            reason = f"expected message, function_call or function_call_batch; got {describe_value(kind)}"
+            raise RowError(f"{_ACTION}.type", "unknown_block", reason)
 
 
 def add_items(items: list[tuple[Any, str]], builder: RowBuilder) -> None:
@@ -207,7 +234,7 @@ ROW_FORMAT = RowFormat(
     keys="input and output of items[, instructions, tools], or responses_create_params",
     matches=_is_responses,
     read=read_responses,
-    columns=(*_COLUMNS, *EXCHANGE_COLUMNS, _GYM),
+    columns=(*_COLUMNS, *EXCHANGE_COLUMNS, _GYM, _ACTION),
     harmless=(*ALL_SETTINGS, "agent_ref"),
     is_log=True,
     priority=9,
