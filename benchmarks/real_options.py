@@ -125,54 +125,11 @@ def _period(rng: random.Random) -> tuple[str, str]:
     return period, rng.choice((" for the {}", " over the {}", ", {} only")).format(period.replace("_", " "))
 
 
-def _settings(rng: random.Random) -> tuple[dict[str, Any], str]:
-    """Draw some of the values of ``_SETTINGS`` and the clauses that ask for them."""
-    asked, clauses = {}, []
-    for key in rng.sample(list(_SETTINGS), rng.choice((1, 2, 2, 3))):
-        asked[key], clause = _SETTINGS[key].draw(rng)
-        clauses.append(clause)
-    return asked, "".join(clauses)
-
-
 def _string(description: str, **more: Any) -> dict[str, Any]:
     return {"type": "string", "description": description, **more}
 
 
-_SETTINGS = {
-    option.names[0]: option
-    for option in (
-        Option(
-            ("mode",),
-            _string("The mode.", enum=["AUTO", "ECO", "TURBO", "SILENT"]),
-            _choose(("AUTO", "ECO", "TURBO", "SILENT"), " in {} mode", ", mode {}"),
-        ),
-        Option(
-            ("maxAgeDays",),
-            {"type": "integer", "description": "The highest age in days."},
-            _choose((1, 7, 14, 30, 90), ", at most {} days old", " from the last {} days"),
-        ),
-        Option(
-            ("minRating",),
-            {"type": "number", "description": "The lowest rating, from 0 to 5."},
-            _choose((3, 3.5, 4, 4.5), ", rated {} or better", " with a rating of at least {}"),
-        ),
-        Option(
-            ("isVerified",),
-            {"type": "boolean", "description": "Whether it must be verified."},
-            _flag((", verified only", " that is verified"), (", verified or not", ". It need not be verified")),
-        ),
-    )
-}
 OPTIONS = (
-    Option(
-        ("settings", "filters", "options", "body"),
-        {
-            "type": "object",
-            "description": "Further settings.",
-            "properties": {name: option.schema for name, option in _SETTINGS.items()},
-        },
-        _settings,
-    ),
     Option(
         ("unit", "units", "measurement_unit"),
         _string("Unit of the result. Default is metric."),

@@ -44,7 +44,6 @@ class Mixture:
         natural: One-call questions of Seal-Tools with other values and further options.
         seal_copies: Times each Seal-Tools row appears, each time among other tools.
         glaive: Glaive rows, as they are.
-        glaive_calls: Glaive rows with a call; half of its rows refuse.
         no_call: Questions whose tools were taken away.
         twins: Pairs of such a question and one that needs a tool of those on offer, so that neither refusing nor
             calling is right for a set of tools.
@@ -62,7 +61,6 @@ class Mixture:
     natural: int = 110
     seal_copies: int = 1
     glaive: int = 30
-    glaive_calls: int = 0
     no_call: int = 210
     twins: int = 0
     described: int = 0
@@ -155,9 +153,7 @@ def mix_rows(
         (mixture.dialogues, lambda: (maker.make_dialogue(),)),
     ]
     rows = [row for count, make in kinds for row in _draw_allowed(count, make, mixture.renamed_share, rng, is_allowed)]
-    usable = [row for row in glaive if is_allowed(row)]
-    rows += usable[: mixture.glaive]
-    rows += [row for row in usable[mixture.glaive :] if _called(row)][: mixture.glaive_calls]
+    rows += [row for row in glaive if is_allowed(row)][: mixture.glaive]
     if mixture.synthetic:
         # Three times as many are read, since those with tools of the benchmark are left out.
         made = iter_conversations("train", 3 * mixture.synthetic, mixture.seed)

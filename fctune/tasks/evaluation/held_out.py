@@ -15,7 +15,7 @@ from fctune.base.errors import ConfigError, DataError
 from fctune.base.files import write_atomically
 from fctune.config.conditions import parse_conditions
 from fctune.config.sections.data import DataConfig, Fold, RedactConfig, SourceConfig
-from fctune.config.sections.rollouts import ENVIRONMENT, MCP, RECORDED, VERIFIERS
+from fctune.config.sections.rollouts import RECORDED, is_dialogue_source
 from fctune.data.conversation import Conversation, Message
 from fctune.data.prepared_set import PreparedSet
 from fctune.data.redaction import Redactor
@@ -148,7 +148,7 @@ def _read_sources(run: Path) -> list[_Source]:
         ) from None
     if cases.startswith((RECORDED, "synthetic:")):
         sources.append(_Source(cases.removeprefix(RECORDED)))
-    elif cases and not cases.startswith((ENVIRONMENT, MCP, VERIFIERS)):
+    elif cases and not is_dialogue_source(cases):  # which offer tasks, no rows
         sources.append(_Source(cases, "cases"))
     return sources
 
