@@ -193,7 +193,7 @@ def test_garbage_is_not_measured_and_too_much_of_it_ends_the_run(template: ChatT
     with (
         serve_judge(lambda body: "10") as log,
         open_tasks(template, log.url, tmp_path / "all", *cases, concurrency=4) as tasks,
-        pytest.raises(ConfigError, match="20 of the last 20 answers got no score") as raised,
+        pytest.raises(ConfigError, match=r"2[0-3] of the last 2[0-3] answers got no score") as raised,
     ):
         play(tasks, template, answer)
     assert "not a JSON object" in str(raised.value) or "not an object" in str(raised.value)
