@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fctune.base.errors import CheckpointError
 from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM
+from fctune.models.frozen_experts import FrozenExperts, Mxfp4Experts, iter_frozen_experts
 from fctune.models.frozen_linear import copy_rows_, is_quantized, is_scale, rows_of_shard
 from fctune.models.lora import is_adapter
 from fctune.models.tensor_files import OpenFile, TensorReader, read_headers
@@ -28,7 +29,7 @@ class Target(NamedTuple):
 
     name: str
     hf_name: str
-    tensor: Tensor
+    tensor: Tensor | FrozenExperts
 
 
 def load_base_(model: CausalLM, model_dir: str | Path, open_file: OpenFile = safe_open) -> None:
@@ -65,7 +66,11 @@ def check_base(model: CausalLM, model_dir: str | Path) -> WeightPlan:
         CheckpointError: A file is missing or damaged, or its tensors differ from the model's in name or shape.
     """
     plan = plan_base(model.architecture, model_dir)
-    plan.check({target.hf_name: target.tensor.shape for target in find_targets(model)})
+    targets = list(find_targets(model))
+    plan.check({target.hf_name: target.tensor.shape for target in targets})
+    for target in targets:
+        if isinstance(target.tensor, Mxfp4Experts):
+            target.tensor.check_stored(plan.sources[target.hf_name][0])
     return plan
 
 
@@ -80,9 +85,11 @@ def plan_base(architecture: Architecture, model_dir: str | Path) -> WeightPlan:
 
 def find_targets(model: CausalLM) -> Iterator[Target]:
     """Iterate over the parameters and buffers of a model that its base's checkpoint stores."""
+    experts = dict(iter_frozen_experts(model))
     for name, parameter in model.named_parameters():
-        if not is_adapter(name) and not is_scale(name):
+        if not is_adapter(name) and not is_scale(name) and name.rpartition(".")[0] not in experts:
             yield Target(name, model.architecture.to_hf_name(name), parameter)
+    yield from (Target(path, model.architecture.to_hf_name(path), weight) for path, weight in experts.items())
     stored = model.stored_buffers()
     yield from (Target(name, model.architecture.to_hf_name(name), buffer) for name, buffer in stored)
 
@@ -92,6 +99,9 @@ def load_(model: CausalLM, target: Target, plan: WeightPlan, reader: TensorReade
     """Read this rank's part of one parameter or buffer, in place."""
     name, hf_name, tensor = target
     source = plan.sources[hf_name][0]
+    if isinstance(tensor, FrozenExperts):
+        tensor.load_(source, reader)
+        return
     group = model.architecture.row_group(name)
     if group == 1 and not is_quantized(tensor):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,6 +14,7 @@ from fctune.models.architecture import EXPERT_ADAPTERS
 from fctune.models.causal_lm import ExpertWeight, Router
 from fctune.models.expert_exchange import EXPERT_EXCHANGE, ExpertExchange
 from fctune.models.expert_lora import ExpertLoRA, to_local
+from fctune.models.frozen_experts import FrozenExperts
 from fctune.models.frozen_linear import is_linear
 from fctune.models.grouped_products import multiply_groups
 
@@ -123,8 +124,12 @@ def _run_experts(experts: Any, rows: Tensor, keys: Tensor | None, ends: Tensor) 
 
 def _project(experts: Any, name: str, x: Tensor, keys: Tensor | None, ends: Tensor) -> Tensor:
     """Return ``x W[e]' + b[e]`` for the expert e of each row, and add what an adapter adds."""
-    weight = to_local(getattr(experts, name)).to(x.dtype)
-    out = multiply_groups(x, weight if experts.is_transposed else weight.transpose(1, 2), ends)
+    weight = getattr(experts, name)
+    if isinstance(weight, FrozenExperts):
+        out = weight.multiply(x, ends)
+    else:
+        weight = to_local(weight).to(x.dtype)
+        out = multiply_groups(x, weight if experts.is_transposed else weight.transpose(1, 2), ends)
     if experts.has_bias:
         bias = to_local(getattr(experts, f"{name}_bias")).to(x.dtype)
         rows = torch.arange(len(x), device=x.device)
