@@ -124,14 +124,18 @@ def train(job: Job, recorder: Recorder) -> None:
 def _draw_weights_of_fctune() -> None:
     """Replace loading the base by random weights, drawn tensor by tensor and rounded to the run's dtype."""
     from fctune.models.causal_lm import CausalLM
+    from fctune.models.frozen_experts import iter_frozen_experts
     from fctune.models.frozen_linear import copy_rows_, is_scale, rows_of_shard
     from fctune.models.lora import is_adapter
     from fctune.training import recipe, setup
 
     def draw_base_(model: CausalLM, model_dir: object, world: object = None) -> None:
         device = next(p.device for p in model.parameters() if p.device.type != "meta")
+        experts = dict(iter_frozen_experts(model))
+        for weight in experts.values():
+            weight.init_random_(torch.Generator(device).manual_seed(0))
         for name, parameter in list(model.named_parameters()):
-            if is_adapter(name) or is_scale(name):
+            if is_adapter(name) or is_scale(name) or name.rpartition(".")[0] in experts:
                 continue
             rows = rows_of_shard(parameter)
             shape = (rows.stop - rows.start, *parameter.shape[1:])

@@ -210,6 +210,11 @@ class Architecture(ABC):
         """Linears that keep the run's precision whatever ``adapter.base`` is, by name."""
         return frozenset()
 
+    @property
+    def stores_mxfp4(self) -> bool:
+        """Whether the model's checkpoint stores its experts in MXFP4, which ``adapter.base`` can keep."""
+        return False
+
     def resolve_adapter_modules(self, modules: Sequence[str] | str) -> tuple[str, ...]:
         """Return the names that ``adapter.modules`` selects; ``all-linear`` selects every linear and expert.
 

@@ -25,6 +25,7 @@ from fctune.base.distributed import World
 from fctune.base.errors import CheckpointError
 from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM
+from fctune.models.frozen_experts import FrozenExperts, Mxfp4Experts, iter_frozen_experts
 from fctune.models.frozen_linear import (
     copy_rows_,
     find_weight_device,
@@ -49,7 +50,7 @@ class Target(NamedTuple):
 
     name: str
     hf_name: str
-    tensor: Tensor
+    tensor: Tensor | FrozenExperts
 
 
 def load_base_(
@@ -135,18 +136,22 @@ class Share:
 
     def _read_on_host_(self, out: Tensor, offsets: Sequence[int], read_: ReadRegion) -> None:
         """Fill a region on any device, in place, by a function that fills one in the host's memory."""
-        if self.error is not None:
-            return
         host = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
+        if self.attempt(lambda: read_(host, offsets)) and host is not out:
+            out.copy_(host)
+
+    def attempt(self, read: Callable[[], None]) -> bool:
+        """Read without the other ranks, unless an earlier read failed; False if it is not done."""
+        if self.error is not None:
+            return False
         try:
-            read_(host, offsets)
+            read()
         except CheckpointError as error:
             if not self._defers_errors:
                 raise
             self.error = error
-            return
-        if host is not out:
-            out.copy_(host)
+            return False
+        return True
 
 
 @contextlib.contextmanager
@@ -165,7 +170,7 @@ def _reading_shared(targets: Sequence[Target], world: World | None) -> Iterator[
         yield {name: shares[layout] for name, (layout, _) in layouts.items()}
 
 
-def _describe_layout(tensor: Tensor) -> tuple[Hashable, Hashable]:
+def _describe_layout(tensor: Tensor | FrozenExperts) -> tuple[Hashable, Hashable]:
     """Return how a tensor is split over ranks, and which part this one reads."""
     if not isinstance(tensor, DTensor) or is_nf4(tensor):
         return None, ()
@@ -185,7 +190,11 @@ def check_base(model: CausalLM, model_dir: str | Path) -> WeightPlan:
         CheckpointError: A file is missing or damaged, or its tensors differ from the model's in name or shape.
     """
     plan = plan_base(model.architecture, model_dir)
-    plan.check({target.hf_name: target.tensor.shape for target in find_targets(model)})
+    targets = list(find_targets(model))
+    plan.check({target.hf_name: target.tensor.shape for target in targets})
+    for target in targets:
+        if isinstance(target.tensor, Mxfp4Experts):
+            target.tensor.check_stored(plan.sources[target.hf_name][0])
     return plan
 
 
@@ -200,9 +209,11 @@ def plan_base(architecture: Architecture, model_dir: str | Path) -> WeightPlan:
 
 def find_targets(model: CausalLM) -> Iterator[Target]:
     """Iterate over the parameters and buffers of a model that its base's checkpoint stores."""
+    experts = dict(iter_frozen_experts(model))
     for name, parameter in model.named_parameters():
-        if not is_adapter(name) and not is_scale(name):
+        if not is_adapter(name) and not is_scale(name) and name.rpartition(".")[0] not in experts:
             yield Target(name, model.architecture.to_hf_name(name), parameter)
+    yield from (Target(path, model.architecture.to_hf_name(path), weight) for path, weight in experts.items())
     stored = model.stored_buffers()
     yield from (Target(name, model.architecture.to_hf_name(name), buffer) for name, buffer in stored)
 
@@ -212,6 +223,9 @@ def load_(model: CausalLM, target: Target, plan: WeightPlan, reader: TensorReade
     """Read this rank's part of one parameter or buffer, in place; ``share`` lets others of its node read some of it."""
     name, hf_name, tensor = target
     source, share = plan.sources[hf_name][0], share or Share()
+    if isinstance(tensor, FrozenExperts):
+        share.attempt(lambda: tensor.load_(source, reader))
+        return
     group = model.architecture.row_group(name)
     step = math.lcm(group, source.step_along(0)) if source.shape else 1
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

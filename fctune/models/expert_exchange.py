@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fctune.base.distributed import exchange_rows
 
@@ -33,7 +34,7 @@ class ExpertExchange:
         keys: Tensor | None,
         ends: Tensor,
     ) -> Tensor:
-        """Return what ``compute`` returns for the rows, ``[n, out]``, wherever it runs.
+        """Return what ``compute`` returns for the rows, ``[n, out]``, wherever it runs; zeros after the last expert's.
 
         Args:
             compute: Function of rows, sorted by the experts of its rank, of their keys and of the row after the last
@@ -49,8 +50,9 @@ class ExpertExchange:
         by_source = received.view(num_ranks, num_local)
         numbers = torch.stack([counts.view(num_ranks, num_local).sum(1), by_source.sum(1)])
         sent_to, received_from = numbers.tolist()  # the host waits for the device, because it allocates the rows
-        arrived = exchange_rows(rows, sent_to, received_from, self.group)
-        arrived_keys = None if keys is None else exchange_rows(keys, sent_to, received_from, self.group)
+        num_sent = sum(sent_to)  # without rows of padding
+        arrived = exchange_rows(rows[:num_sent], sent_to, received_from, self.group)
+        arrived_keys = None if keys is None else exchange_rows(keys[:num_sent], sent_to, received_from, self.group)
         # Rows arrive sorted by source, and within it by expert.
         experts = torch.arange(num_local, device=rows.device).repeat(num_ranks)
         experts = experts.repeat_interleave(received, output_size=len(arrived))
@@ -59,4 +61,5 @@ class ExpertExchange:
         sorted_keys = None if arrived_keys is None else arrived_keys[order]
         out = compute(arrived.index_select(0, order), sorted_keys, local_ends)
         unsorted = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return exchange_rows(out.index_select(0, unsorted), received_from, sent_to, self.group)
+        returned = exchange_rows(out.index_select(0, unsorted), received_from, sent_to, self.group)
+        return pad(returned, (0, 0, 0, len(rows) - num_sent))

@@ -33,6 +33,7 @@ from fctune.models.adapter_base import name_base
 from fctune.models.architecture import Architecture
 from fctune.models.base_weights import plan_base
 from fctune.models.causal_lm import CausalLM
+from fctune.models.frozen_experts import iter_frozen_experts
 from fctune.models.frozen_linear import FrozenLinear, is_scale
 from fctune.models.hub import COMPANION_FILES
 from fctune.models.lora import LoRALinear, is_adapter, iter_adapted, merge
@@ -147,11 +148,12 @@ def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     frozen = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
     ends = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, TokenRows)}
     adapted = dict(iter_adapted(model))
-    for name, parameter in model.named_parameters():
-        if is_adapter(name) or is_scale(name):
-            continue
-        module = frozen.get(name)
-        full = _gather(parameter if module is None else module.dequantized_weight())
+    experts = dict(iter_frozen_experts(model))
+    names = (name for name, _ in model.named_parameters() if not is_adapter(name) and not is_scale(name))
+    # All parts of experts in 4 bits are one weight.
+    for name in dict.fromkeys(owner if (owner := name.rpartition(".")[0]) in experts else name for name in names):
+        module = experts.get(name) or frozen.get(name)
+        full = _gather(model.get_parameter(name) if module is None else module.dequantized_weight())
         if isinstance(module, LoRALinear):
             a, b = _gather(module.lora_a), _gather(module.lora_b)
             magnitude = None if module.magnitude is None else _gather(module.magnitude)

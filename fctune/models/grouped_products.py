@@ -22,10 +22,10 @@ def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Args:
         x: Rows, ``[n, in]``, sorted by group.
         weight: One matrix for each group, ``[groups, in, out]``.
-        ends: Row after the last one of each group, int32 ``[groups]``; the last is n.
+        ends: Row after the last one of each group, int32 ``[groups]``.
 
     Returns:
-        Products, ``[n, out]``.
+        Products, ``[n, out]``; any numbers for rows after the last group.
     """
     if x.dtype is torch.bfloat16 and _has_kernel(x.device):
         return _multiply_aligned(x, weight, ends)

@@ -20,6 +20,7 @@ from fctune.models.architecture import EXPERT_ADAPTERS, ROUTER_ADAPTER
 from fctune.models.causal_lm import CausalLM
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
 from fctune.models.expert_lora import ExpertLoRA, RouterLoRA, adapt_router_
+from fctune.models.frozen_experts import Mxfp4Experts, Nf4Experts, iter_frozen_experts
 from fctune.models.frozen_linear import FrozenLinear
 from fctune.models.precision import wide_dtype
 from fctune.models.torchtune.names import to_own_path
@@ -212,7 +213,7 @@ def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
     inputs: dict[str, AdapterInput] = {}
     for module, key, path, input_key in list(model.linears()):
         # The loss is most sensitive to the head, so it is never quantised.
-        base_dtype: BaseDtype = "bf16" if module == model.architecture.head else config.base
+        base_dtype: BaseDtype = "bf16" if module == model.architecture.head or config.base == "mxfp4" else config.base
         if module in modules:
             base: Any = model.get_submodule(path)
             shared = inputs.setdefault(input_key, AdapterInput(input_key, config.dropout, model.token_keys))
@@ -221,6 +222,12 @@ def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
             base = model.get_submodule(path)
             model.set_submodule(path, FrozenLinear(base, base_dtype))
     _adapt_experts_(model, config, modules)
+    if config.base in ("nf4", "mxfp4"):
+        for weight in list(model.expert_weights()):
+            owner: Any = model.get_submodule(weight.path)
+            parameter = owner._parameters.pop(weight.name)
+            kind = Nf4Experts if config.base == "nf4" else Mxfp4Experts
+            owner.add_module(weight.name, kind(parameter, weight.is_transposed))
 
 
 def _check_experts(model: CausalLM, config: AdapterConfig, modules: Sequence[str]) -> None:
@@ -230,10 +237,15 @@ def _check_experts(model: CausalLM, config: AdapterConfig, modules: Sequence[str
         ConfigError: An option that experts do not have.
     """
     architecture = model.architecture
-    if config.base != "bf16" and architecture.expert_names:
+    if config.base == "float8" and architecture.expert_names:
         raise ConfigError(
-            f"adapter.base={config.base}: this model is a mixture of experts, and the weights of experts are not "
-            f"stored in {4 if config.base == 'nf4' else 8} bits; set adapter.base=bf16."
+            "adapter.base=float8: this model is a mixture of experts, and the weights of experts are not stored in 8 "
+            f"bits; set adapter.base={'mxfp4' if architecture.stores_mxfp4 else 'nf4'}."
+        )
+    if config.base == "mxfp4" and not (architecture.stores_mxfp4 and architecture.expert_names):
+        raise ConfigError(
+            "adapter.base=mxfp4: keeps experts as a checkpoint stores them in MXFP4, and this model's config.json "
+            "says of none that they are; set adapter.base=nf4."
         )
     chosen = [name for name in (*architecture.expert_names, *architecture.router_names) if name in modules]
     if config.dora and chosen:
@@ -272,6 +284,13 @@ def iter_adapted(model: CausalLM) -> Iterator[tuple[str, ExpertLoRA | RouterLoRA
             yield f"{path.removesuffix(f'.{ROUTER_ADAPTER}')}.weight", module
 
 
+def count_parameters(model: CausalLM) -> dict[str, int]:
+    """Return the number of elements of each parameter; experts in 4 bits count as the weight that they stand for."""
+    experts = dict(iter_frozen_experts(model))
+    plain = {name: p.numel() for name, p in model.named_parameters() if name.rpartition(".")[0] not in experts}
+    return plain | {path: weight.num_weights for path, weight in experts.items()}
+
+
 def describe_adapters(model: CausalLM) -> str:
     """Return how many parameters of a mixture of experts adapters train, by kind of module; empty for a dense model."""
     if not model.architecture.expert_names:
@@ -290,8 +309,9 @@ def find_frozen_experts(model: CausalLM) -> str | None:
     weights = list(model.expert_weights())  # no experts, or those that transformers computes by code of its own
     if not weights or any(isinstance(module, ExpertLoRA) for module in model.modules()):
         return None
-    frozen = sum(model.get_submodule(weight.path).get_parameter(weight.name).numel() for weight in weights)
-    total = sum(p.numel() for name, p in model.named_parameters() if not is_adapter(name))
+    sizes = count_parameters(model)
+    frozen = sum(sizes[f"{weight.path}.{weight.name}"] for weight in weights)
+    total = sum(size for name, size in sizes.items() if not is_adapter(name))
     return (
         f"the experts, {frozen / total:.0%} of the model's parameters, stay frozen; to adapt them, add "
         f"{' and '.join(dict.fromkeys(weight.module for weight in weights))} to adapter.modules"

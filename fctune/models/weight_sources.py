@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -294,6 +294,7 @@ class Dequantized(Leaf):
         inputs: The stored tensors.
         function: Dequantises them; takes the tensors and the dtype to return.
         num_groups: Equal parts, along dim 0 of every tensor, that are dequantised independently.
+        packing: Format of the stored tensors, if a frozen base can keep it.
     """
 
     name: str
@@ -302,6 +303,7 @@ class Dequantized(Leaf):
     function: Callable[[Sequence[Tensor], torch.dtype], Tensor]
     num_groups: int = 1
     dtype: torch.dtype = torch.bfloat16
+    packing: Literal["mxfp4"] | None = None
 
     def read_(self, out: Tensor, offsets: Offsets, reader: TensorReader) -> None:
         """Dequantise the groups that the region is in; see ``Source.read_``."""

@@ -24,6 +24,7 @@ from fctune.models.architecture import Architecture, Block, ExpertShape, LinearS
 from fctune.models.block_kinds import repeats_skipped
 from fctune.models.causal_lm import CausalLM
 from fctune.models.context_exchange import count_repeats
+from fctune.models.frozen_experts import CHUNK_ELEMENTS as EXPERT_CHUNK
 from fctune.models.lora import apply_lora_
 from fctune.models.mlp_tiles import tile_mlps_
 from fctune.models.precision import PrecisionPolicy
@@ -33,6 +34,10 @@ from fctune.models.sources import build_shapes
 _LENGTHS = (128, 256)
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+# Bytes for each weight of a chunk of experts while it is dequantised without compilation: half an index in 32 bits, its
+# level in 32 bits, the scaled one, and that in the run's dtype.
+_UNPACKING_BYTES = 12
 
 Shape = TypeVar("Shape", LinearShape, ExpertShape)
 
@@ -106,6 +111,14 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
     if adapter is not None and adapter.base == "nf4":
         # Two halves as 64-bit indices, looked up, scaled and concatenated: torchao's get_original_weight.
         constant = (8 + 3 * width) * largest.in_dim * largest.out_dim
+    dequantized = (largest.in_dim + largest.out_dim) * width
+    if adapter is not None and adapter.base in ("nf4", "mxfp4") and block.experts:
+        # One weight of all experts, and what the rows of a product read and write.
+        sizes = [(e.num_experts * e.in_dim * e.out_dim, e.num_chosen * (e.in_dim + e.out_dim)) for e in block.experts]
+        most, rows = max(sizes)
+        part = min(most, EXPERT_CHUNK) if not config.compile else 0
+        constant = max(constant, most * width + _UNPACKING_BYTES * part)
+        dequantized = max(dequantized, rows * width)
     if not a.has_plain_blocks and not config.compile and (traced := trace_blocks(a, config, width)) is not None:
         everything, copies = math.ceil(traced.per_token), math.ceil(traced.constant)
         if num_mlps and (traced := trace_blocks(a, config, width, mlp_tiles=2)) is not None:
@@ -122,7 +135,7 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
         kept_policy_op=operators * width + _count_small(a, config, len(find_adapter_inputs(block, names))),
         kept_policy_block=d * width,
         temporary=_count_temporary(a, block, config, width, names),
-        dequantization=(largest.in_dim + largest.out_dim) * width,
+        dequantization=dequantized,
         dequantization_constant=constant,
         kept_by_mlps=everything - in_tiles if num_mlps else 0,
         copies_by_mlps=copies - copies_in_tiles if num_mlps else 0,

@@ -18,6 +18,7 @@ from fctune.base.errors import ConfigError
 from fctune.models.architecture import EXPERT_ADAPTERS
 from fctune.models.causal_lm import CausalLM
 from fctune.models.expert_exchange import EXPERT_EXCHANGE, ExpertExchange
+from fctune.models.frozen_experts import iter_frozen_experts
 
 _REPLICATE, _EXPERT = "expert_replicate", "expert"
 
@@ -94,9 +95,10 @@ def _iter_owners(model: CausalLM) -> Iterator[tuple[str, Any]]:
 
 
 def _iter_parameters(owner: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Iterate over the parameters that have one part per expert: the module's own, and those of its adapters."""
+    """Iterate over the parameters that have one part per expert: the module's own, in 4 bits or not, and adapters'."""
     adapters = getattr(owner, EXPERT_ADAPTERS, {})
-    for module in (owner, *adapters.values()):
+    frozen = (module for _, module in iter_frozen_experts(owner))
+    for module in (owner, *frozen, *adapters.values()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             yield module, name, parameter
 

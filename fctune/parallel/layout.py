@@ -316,8 +316,9 @@ def suggest_smaller_weights(config: RunConfig, model: CausalLM) -> str | None:
     """Return the setting that makes the weights of a run smaller, or None if there is none that it accepts."""
     if config.adapter is None:
         return "an adapter instead of all weights, or an 8-bit optimizer"
-    is_quantized = config.adapter.base == "nf4" or bool(model.architecture.expert_names)
-    return None if is_quantized else "adapter.base=nf4"
+    if config.adapter.base in ("nf4", "mxfp4"):
+        return None
+    return f"adapter.base={'mxfp4' if model.architecture.stores_mxfp4 else 'nf4'}"
 
 
 def check_layout(config: RunConfig, model: CausalLM, mode: str, num_shards: int) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from fctune.config.schema import RunConfig
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import NF4_BYTES_PER_WEIGHT, is_nf4
-from fctune.models.lora import is_adapter
+from fctune.models.lora import count_parameters, is_adapter
 from fctune.models.loss import MAX_LOGITS, chunk_rows
 from fctune.models.precision import PrecisionPolicy
 from fctune.parallel.activations import is_checkpointed
@@ -219,6 +219,7 @@ class MemoryModel:
         ]
         self.root = ParameterGroup(ends, self.precision)
         self.all = ParameterGroup(model.named_parameters(), self.precision, spread, num_parts)
+        self.num_base_weights = sum(n for name, n in count_parameters(model).items() if not is_adapter(name))
         self.trains_head = any(t.is_trained for t in self.root.tensors)
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         self._states: dict[int, Footprint] = {}

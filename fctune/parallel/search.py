@@ -35,6 +35,7 @@ from fctune.parallel.layout import (
     list_mlp_tiles,
     make_setting,
     may_save_time,
+    suggest_smaller_weights,
 )
 from fctune.parallel.memory import MemoryModel, Peak, Setting
 from fctune.parallel.speed import Flops, KernelTimes, StepTime, count_flops, estimate_kernel_times, estimate_step_time
@@ -238,8 +239,8 @@ class LayoutSearch:
         config, remedies = self.config, ["more or larger GPUs"]
         if config.adapter is None:
             remedies += ["an adapter instead of all weights", "an 8-bit optimizer"]
-        elif config.adapter.base != "nf4" and not self.architecture.expert_names:
-            remedies.append("adapter.base=nf4")
+        elif smaller := suggest_smaller_weights(config, self.model):
+            remedies.append(smaller)
         smallest = min((peak.footprint for peak in peaks), key=lambda footprint: footprint.total)
         if smallest.of_batch > smallest.total / 4:
             remedies.append(f"data.seq_len below {config.data.row_tokens}")

@@ -312,7 +312,7 @@ def count_precision_bytes(memory: MemoryModel, micro_batch_tokens: float, fracti
 
     The input and weight of a product are rounded in forward and backward, the gradient in backward; compiled, linears
     that read the same tensor share its rounding. A frozen float8 base is rounded before training, and transposed in
-    backward. A frozen NF4 base is dequantized for each product, in checkpointed blocks once more.
+    backward. What a frozen base has in 4 bits is dequantized for each product, in checkpointed blocks once more.
 
     Args:
         memory: Memory model of the run.
@@ -322,8 +322,10 @@ def count_precision_bytes(memory: MemoryModel, micro_batch_tokens: float, fracti
     adapter, a = memory.config.adapter, memory.architecture
     linears = [linear for block in a.blocks for linear in block.linears]
     weights = sum(linear.in_dim * linear.out_dim for linear in linears)
-    if adapter is not None and adapter.base == "nf4":
-        return weights * (NF4_BYTES_PER_WEIGHT + 2) * (2 + fraction) / micro_batch_tokens
+    if adapter is not None and adapter.base in ("nf4", "mxfp4"):
+        experts = sum(e.num_experts * e.in_dim * e.out_dim for block in a.blocks for e in block.experts)
+        dequantized = experts + (weights if adapter.base == "nf4" else 0)
+        return dequantized * (NF4_BYTES_PER_WEIGHT + 2) * (2 + fraction) / micro_batch_tokens
     is_base = adapter is not None and adapter.base == "float8"
     if not (is_base or memory.precision.has_float8_matmuls):
         return 0.0

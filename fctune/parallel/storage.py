@@ -78,7 +78,7 @@ def plan_storage(
     trained = [t for t in memory.all.tensors if t.is_trained]
     weights = sum(t.num_bytes for t in trained)
     size = weights + sum(optimizer_state_bytes(config.optimizer, t.numel, t.itemsize) for t in trained)
-    base = 2 * sum(t.numel for t in memory.all.tensors if not t.is_adapter)
+    base = 2 * memory.num_base_weights
     adapters = sum(t.num_bytes for t in memory.all.tensors if t.is_adapter)
     save_s = size / (disk_gb_s * 1e9)
     stall_s = size / num_shards / (HOST_GB_S * 1e9) if config.checkpoint.async_save else save_s

@@ -19,7 +19,7 @@ from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
 from fctune.data.loader import StepTotals
 from fctune.models.causal_lm import CausalLM
-from fctune.models.lora import is_adapter
+from fctune.models.lora import count_parameters, is_adapter
 from fctune.runs.device import DeviceSampler, peak_tflops, read_device
 from fctune.runs.metrics import (
     GIB,
@@ -183,7 +183,7 @@ def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter
     """Build the FLOP counter of a model; without a config, no recomputation of activations is assumed."""
     a = model.architecture
     sizes = _count_used(model)
-    base = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
+    base = [p for name, p in model.named_parameters() if not is_adapter(name)]
     head = a.vocab_size * a.embed_dim
     products = recomputed = 0.0
     if config is not None:
@@ -199,10 +199,10 @@ def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter
             # Compiled, a product is recomputed once; otherwise checkpointed blocks recompute their MLPs twice.
             products += (1 - rest / all_weights) * (1 - recomputed if config.compile else 1)
     return FlopCounter(
-        sum(sizes[name] for name in base),
+        sum(size for name, size in sizes.items() if not is_adapter(name)),
         a.num_layers,
         a.num_heads * a.head_dim,
-        is_frozen=not any(p.requires_grad for p in base.values()),
+        is_frozen=not any(p.requires_grad for p in base),
         num_head=head,
         num_embedding=0 if a.is_tied else head,
         num_adapter=sum(size for name, size in sizes.items() if is_adapter(name)),
@@ -217,8 +217,6 @@ def _count_used(model: CausalLM) -> dict[str, int]:
     experts = [expert for block in model.architecture.blocks for expert in block.experts]
     owners = tuple(f"{weight.path}." for weight in model.expert_weights())
     return {
-        name: p.numel() * experts[0].num_chosen // experts[0].num_experts
-        if owners and name.startswith(owners)
-        else p.numel()
-        for name, p in model.named_parameters()
+        name: size * experts[0].num_chosen // experts[0].num_experts if owners and name.startswith(owners) else size
+        for name, size in count_parameters(model).items()
     }

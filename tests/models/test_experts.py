@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_model
 from fctune.models.transformers.architecture import parse_architecture
 from fctune.models.transformers.experts import EXPERTS_IMPLEMENTATION, iter_experts
-from tests.models.expert_samples import MODEL_TYPES, draw_ids, make_config, make_reference
+from tests.models.expert_samples import MODEL_TYPES, draw_ids, make_config, make_model, make_reference
 
 
 def use_implementation(model: Any, name: str) -> None:
@@ -64,3 +66,36 @@ def test_experts_larger_than_the_memory_are_shaped() -> None:
     model = build_model(architecture, 64, PrecisionPolicy.uniform(torch.float32))
     assert sum(p.numel() for p in model.parameters()) > 2 * 3 * 2**38  # 6.6 TB
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.names.add(str(function).rpartition(".")[0])
+        return function(*arguments, **(options or {}))
+
+
+# What makes the host wait for a CUDA device: numbers that are read, and shapes that depend on values.
+WAITING = {"aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten._unique2", "aten.bincount"}
+WAITING |= {"fctune.multiply_each_group", "fctune.multiply_each_group_rows"}
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_the_host_never_waits_in_a_layer_of_bfloat16_experts(model_type: str, has_padding: bool) -> None:
+    adapter = AdapterConfig(rank=3, modules=["experts.gate_up_proj", "experts.down_proj"])
+    model = make_model(make_reference(model_type, torch.bfloat16), adapter)
+    for path, experts in iter_experts(model):
+        layer = model.get_submodule(path.rpartition(".")[0])
+        hidden = torch.randn(2, 20, 64, dtype=torch.bfloat16, requires_grad=True)
+        experts.token_mask.set(draw_ids(2, 20), torch.tensor([9, 14]) if has_padding else None)
+        with Operators() as seen:
+            out = layer(hidden)
+            (out[0] if isinstance(out, tuple) else out).sum().backward()
+        assert seen.names & WAITING == set()
+        assert "aten._grouped_mm" in seen.names

@@ -30,6 +30,7 @@ from fctune.models.sources import build_model, read_architecture
 from fctune.models.transformers.weights import find_text_model
 from fctune.parallel.layout import Hardware, choose_parallel_layout
 from fctune.parallel.sharding import shard_
+from tests.models.expert_samples import quantize_to_mxfp4
 from tests.models.tiny_models import TEXT_MODELS, VISION_MODELS, load_hf, save_tiny_model
 from tests.ranks import run_ranks
 
@@ -373,22 +374,6 @@ def test_other_quantisations_are_refused_by_name(bases: Path, tmp_path: Path) ->
         set_config(path, quantization_config={"quant_method": "awq"})
         with pytest.raises(ConfigError, match=r"quant_method='awq'.*unquantised"):
             read_architecture(path)
-
-
-def quantize_to_mxfp4(base: Path, out: Path) -> Path:
-    """Replace the experts of a gpt-oss by random blocks of four-bit numbers, as its published checkpoints have them."""
-
-    def quantize(tensors: dict[str, Tensor]) -> None:
-        generator = torch.Generator().manual_seed(3)
-        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-            experts, columns, rows = tensors.pop(name).shape
-            blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
-            scales = torch.randint(120, 130, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-
-    path = change_tensors(base, out, quantize)
-    set_config(path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return path
 
 
 def quantize_to_fp8(base: Path, out: Path) -> Path:

@@ -23,6 +23,7 @@ from fctune.checkpoint.tensors import collect_tensors
 from fctune.config.schema import RunConfig
 from fctune.data.loader import Batch, GlobalStep, StepTotals
 from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.frozen_experts import iter_frozen_experts
 from fctune.models.frozen_linear import copy_rows_, is_scale, rows_of_shard
 from fctune.models.hub import resolve_model_dir
 from fctune.models.lora import apply_lora_, init_adapters_, is_adapter
@@ -90,8 +91,11 @@ def init_random_weights_(model: CausalLM, seed: int) -> None:
     """Fill the base's weights with small random numbers and its norms with ones, in place, a tensor at a time."""
     device = next(parameter.device for parameter in model.parameters())
     generator = torch.Generator(device).manual_seed(seed)
+    experts = dict(iter_frozen_experts(model))
+    for weight in experts.values():
+        weight.init_random_(generator)
     for name, parameter in list(model.named_parameters()):
-        if is_adapter(name) or is_scale(name):
+        if is_adapter(name) or is_scale(name) or name.rpartition(".")[0] in experts:
             continue
         rows = rows_of_shard(parameter)
         shape = (rows.stop - rows.start, *parameter.shape[1:])

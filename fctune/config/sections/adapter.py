@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from fctune.config.fields import AT_LEAST_1, Range
 
-BaseDtype = Literal["bf16", "nf4", "float8"]
+BaseDtype = Literal["bf16", "nf4", "float8", "mxfp4"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,5 +33,6 @@ class AdapterConfig:
     """Tokens whose embedding and output rows train along with the adapters. `auto`: supervised tokens and markers
     that look untrained in the base, unless the output head has an adapter; `off`: none; or a list of tokens."""
     base: BaseDtype = "bf16"
-    """Storage of the frozen linears: `bf16` keeps the run's precision, `nf4` quantises to 4 bits (QLoRA), `float8` to 8
-    bits, and multiplies in 8 bits."""
+    """Storage of the frozen linears and experts: `bf16` keeps the run's precision; `nf4` quantises to 4 bits (QLoRA);
+    `float8` quantises linears to 8 bits, and multiplies in 8 bits; `mxfp4` keeps experts in the 4 bits in which their
+    checkpoint stores them, as gpt-oss's does, and linears in the run's precision."""

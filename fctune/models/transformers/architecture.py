@@ -22,7 +22,12 @@ from fctune.models.architecture import (
     Block,
     ExpertShape,
 )
-from fctune.models.transformers.model_config import DecoderConfig, read_full_config, read_text_config
+from fctune.models.transformers.model_config import (
+    DecoderConfig,
+    find_quantization,
+    read_full_config,
+    read_text_config,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +86,11 @@ class TransformersArchitecture(DecoderConfig):
     def unquantized(self) -> frozenset[str]:
         """Linears whose weight transformers multiplies itself, which it cannot in 4 or 8 bits."""
         return frozenset(name for name, reason in self.unadaptable.items() if reason is _PAST_ADAPTERS)
+
+    @property
+    def stores_mxfp4(self) -> bool:
+        """Whether config.json says that the checkpoint stores experts in MXFP4."""
+        return (find_quantization(json.loads(self.config_json)) or {}).get("quant_method") == "mxfp4"
 
     def to_hf_name(self, name: str) -> str:
         """Convert the name of one of our parameters to Hugging Face's; adapter parameters keep their last component."""

@@ -29,7 +29,14 @@ from fctune.models.token_rows import TokenEmbedding, TokenRows
 from fctune.models.transformers.architecture import TransformersArchitecture
 from fctune.models.transformers.attention import run_block
 from fctune.models.transformers.attention_check import AttentionFindings, check_attention
-from fctune.models.transformers.experts import find_router_class, iter_expert_weights, iter_routers
+from fctune.models.transformers.experts import (
+    TOKEN_MASK,
+    TokenMask,
+    find_router_class,
+    iter_expert_weights,
+    iter_experts,
+    iter_routers,
+)
 from fctune.models.transformers.float64 import keep_float64_
 from fctune.models.transformers.fused_norms import fuse_norms_
 from fctune.models.transformers.long_rope import TokenLengths, choose_by_conversation_, find_original_length
@@ -139,6 +146,9 @@ class TransformersCausalLM(CausalLM):
             embedding, head = self.embedding, decoder.get_submodule(layout.head)
             decoder.set_submodule(layout.head, TiedHead(embedding, getattr(head, "bias", None)))
         fuse_norms_(decoder)
+        self._token_mask = TokenMask()
+        for _, experts in iter_experts(decoder):
+            setattr(experts, TOKEN_MASK, self._token_mask)
         if precision.compute_dtype is torch.float64:
             keep_float64_(decoder.get_submodule(self._base))
         # Float8 products over tokens need a multiple of 16 of them; elsewhere padding would only cost time and digits.
@@ -245,6 +255,7 @@ class TransformersCausalLM(CausalLM):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._bounds = self._rows_as_bounds(tokens) if bounds is None else bounds
+        self._token_mask.set(tokens, row_lengths)
         if self.original_length is not None:
             self._token_lengths.set(tokens, bounds, row_lengths)
         base = getattr(self.decoder, self._base)

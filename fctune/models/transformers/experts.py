@@ -14,6 +14,7 @@ from fctune.models.architecture import EXPERT_ADAPTERS
 from fctune.models.causal_lm import ExpertWeight, Router
 from fctune.models.expert_exchange import EXPERT_EXCHANGE, ExpertExchange
 from fctune.models.expert_lora import ExpertLoRA, to_local
+from fctune.models.frozen_experts import FrozenExperts
 from fctune.models.frozen_linear import is_linear
 from fctune.models.grouped_products import multiply_groups
 
@@ -21,8 +22,29 @@ from fctune.models.grouped_products import multiply_groups
 EXPERTS_IMPLEMENTATION = "fctune"
 
 
+# Attribute of a module with experts that holds the mask of its model.
+TOKEN_MASK = "token_mask"
+
+
+class TokenMask:
+    """Tokens of the current forward that are no padding, bool ``[tokens]``; None: all of them."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+    def set(self, tokens: Tensor, row_lengths: Tensor | None) -> None:
+        """Set the mask for tokens ``[b, s]``, whose rows end in padding after ``row_lengths [b]`` tokens."""
+        self.value = None
+        if row_lengths is not None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            self.value = (positions < row_lengths[:, None]).flatten()
+
+
 class Routing(NamedTuple):
-    """The rows that experts compute, sorted by expert; a row is a token for one of the experts it has chosen."""
+    """The rows that experts compute, sorted by expert; a row is a token for one of the experts it has chosen.
+
+    Rows of padding, for the expert after the last, come at the end.
+    """
 
     inverse: Tensor  # int64 [n]: row of each choice, the choices of a token one after the other
     tokens: Tensor  # int64 [n]: token of each row
@@ -51,17 +73,18 @@ class Dispatch(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, inverse: Tensor) -> Tensor:
-        """Return the row of each choice, ``[n, d]``, sorted by expert."""
-        ctx.save_for_backward(inverse)
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, inverse: Tensor, ends: Tensor | None) -> Tensor:
+        """Return the row of each choice, ``[n, d]``, sorted by expert; ``ends`` are given if some are of padding."""
+        ctx.save_for_backward(inverse, ends)
         ctx.num_tokens = len(x)
         return x.index_select(0, tokens)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the gradient of the tokens."""
-        (inverse,) = ctx.saved_tensors
-        return _add_choices(grad, inverse, ctx.num_tokens), None, None
+        inverse, ends = ctx.saved_tensors
+        grad = grad if ends is None else _zero_padding(grad, ends)
+        return _add_choices(grad, inverse, ctx.num_tokens), None, None, None
 
 
 class Combine(torch.autograd.Function):
@@ -93,11 +116,16 @@ def compute_experts(experts: Any, hidden: Tensor, choices: Tensor, weights: Tens
         choices: Experts of each token, int64 ``[tokens, top_k]``.
         weights: Weight of each, ``[tokens, top_k]``.
     """
+    mask: TokenMask | None = getattr(experts, TOKEN_MASK, None)
+    is_token = None if mask is None else mask.value
+    if is_token is not None:  # all padding is one token, whose experts would get the rows of all of it
+        choices = choices.masked_fill(~is_token[:, None], experts.num_experts)
     order, routing = sort_by_expert(choices, experts.num_experts)
-    rows: Tensor = Dispatch.apply(hidden, routing.tokens, routing.inverse)  # type: ignore[no-untyped-call]
+    ends = None if is_token is None else routing.ends
+    rows: Tensor = Dispatch.apply(hidden, routing.tokens, routing.inverse, ends)  # type: ignore[no-untyped-call]
     keys = _make_row_keys(experts, routing)
     exchange: ExpertExchange | None = getattr(experts, EXPERT_EXCHANGE, None)
-    run = functools.partial(_run_experts, experts)
+    run = functools.partial(_run_experts, experts, is_token is not None and exchange is None)
     out = run(rows, keys, routing.ends) if exchange is None else exchange.run(run, rows, keys, routing.ends)
     out = out * weights.flatten()[order][:, None]
     summed: Tensor = Combine.apply(out, routing.tokens, routing.inverse, len(hidden))  # type: ignore[no-untyped-call]
@@ -111,26 +139,41 @@ def _make_row_keys(experts: Any, routing: Routing) -> Tensor | None:
     return None if adapter is None else adapter.make_row_keys(routing.tokens, routing.experts)
 
 
-def _run_experts(experts: Any, rows: Tensor, keys: Tensor | None, ends: Tensor) -> Tensor:
-    """Return the unweighted output of each row's expert, ``[n, d]``; rows are sorted by the experts of this rank."""
+def _run_experts(experts: Any, has_padding: bool, rows: Tensor, keys: Tensor | None, ends: Tensor) -> Tensor:
+    """Return the unweighted output of each row's expert, ``[n, d]``; rows are sorted by the experts of this rank.
+
+    With padding, the rows after those of the last expert are zero.
+    """
     up, down = weight_names(experts)
-    inner = _project(experts, up, rows, keys, ends)
+    inner = _project(experts, up, has_padding, rows, keys, ends)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    out = _project(experts, down, inner, keys, ends)
+    out = _project(experts, down, has_padding, inner, keys, ends)
     has_norm = getattr(experts, "has_post_expert_norm", False)  # missing in transformers 5.17
     return experts.post_expert_norm(out) if has_norm else out
 
 
-def _project(experts: Any, name: str, x: Tensor, keys: Tensor | None, ends: Tensor) -> Tensor:
+def _project(experts: Any, name: str, has_padding: bool, x: Tensor, keys: Tensor | None, ends: Tensor) -> Tensor:
     """Return ``x W[e]' + b[e]`` for the expert e of each row, and add what an adapter adds."""
-    weight = to_local(getattr(experts, name)).to(x.dtype)
-    out = multiply_groups(x, weight if experts.is_transposed else weight.transpose(1, 2), ends)
+    weight = getattr(experts, name)
+    if isinstance(weight, FrozenExperts):
+        out = weight.multiply(x, ends)
+    else:
+        weight = to_local(weight).to(x.dtype)
+        out = multiply_groups(x, weight if experts.is_transposed else weight.transpose(1, 2), ends)
     if experts.has_bias:
         bias = to_local(getattr(experts, f"{name}_bias")).to(x.dtype)
         rows = torch.arange(len(x), device=x.device)
-        out = out + bias[torch.searchsorted(ends, rows, right=True)]
+        index = torch.searchsorted(ends, rows, right=True)
+        out = out + bias[index.clamp(max=len(bias) - 1) if has_padding else index]
     adapter = find_adapter(experts, name)
-    return out if adapter is None else out + adapter(x, keys, ends)
+    out = out if adapter is None else out + adapter(x, keys, ends)
+    return _zero_padding(out, ends) if has_padding else out
+
+
+def _zero_padding(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return rows with zeros after those of the last expert, where products leave any number."""
+    is_routed = torch.arange(len(rows), device=rows.device) < ends[-1]
+    return torch.where(is_routed[:, None], rows, 0.0)
 
 
 def weight_names(experts: Any) -> tuple[str, str]:

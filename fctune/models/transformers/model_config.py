@@ -74,7 +74,7 @@ def check_config(where: str, raw: dict[str, Any]) -> None:
 
 
 def _check_quantization(where: str, raw: dict[str, Any]) -> None:
-    config = raw.get("quantization_config") or find_text_config(raw).get("quantization_config")
+    config = find_quantization(raw)
     method = config.get("quant_method") if isinstance(config, dict) else None
     if config and method not in DEQUANTIZED:
         raise ConfigError(
@@ -87,6 +87,11 @@ def find_text_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that describes the text model: all of it, or that of a vision-language model."""
     text = raw.get("text_config")
     return text if isinstance(text, dict) else raw
+
+
+def find_quantization(raw: dict[str, Any]) -> Any:
+    """Return what a config.json says of the quantisation of its checkpoint; None or empty if nothing."""
+    return raw.get("quantization_config") or find_text_config(raw).get("quantization_config")
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from transformers.quantizers import AutoHfQuantizer
 from fctune.base.errors import CheckpointError, ConfigError
 from fctune.models.tensor_files import TensorHeader
 from fctune.models.transformers.lazy_tensors import LazyTensor
-from fctune.models.transformers.model_config import DecoderConfig, read_full_config
+from fctune.models.transformers.model_config import DecoderConfig, find_quantization, read_full_config
 from fctune.models.transformers.modules import build_decoder, build_empty
 from fctune.models.weight_plan import WeightPlan
 from fctune.models.weight_sources import Dequantized, Leaf, Source, Stored
@@ -170,8 +170,7 @@ def _make_quantizer(architecture: DecoderConfig, headers: Mapping[str, TensorHea
 
     An export of a quantised base is not quantised, though the run's config.json is that of the base.
     """
-    raw = json.loads(architecture.config_json)
-    config = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
+    config = find_quantization(json.loads(architecture.config_json))
     if not config or not any(header.dtype in _QUANTIZED for header in headers.values()):
         return None
     return AutoHfQuantizer.from_config({**config, "dequantize": True}, pre_quantized=True)
@@ -275,16 +274,17 @@ class _DeferredMxfp4(ConversionOps):  # type: ignore[misc]
 
     def convert(self, input_dict: dict[str, Any], full_layer_name: str, **_: Any) -> dict[str, Any]:
         """Return the fused weight of all experts, under its full name."""
-        stored = {name.rpartition("_")[2]: _header(value) for name, value in input_dict.items()}
-        if set(stored) != {"blocks", "scales"}:
+        headers = {name.rpartition("_")[2]: _header(value) for name, value in input_dict.items()}
+        if set(headers) != {"blocks", "scales"}:
             raise ValueError("blocks or scales are missing")
-        blocks, scales = stored["blocks"], stored["scales"]
+        blocks, scales = headers["blocks"], headers["scales"]
         if blocks.shape[:-1] != scales.shape:
             raise ValueError(f"blocks are {list(blocks.shape)}, scales {list(scales.shape)}")
         num_experts, rows, groups, size = blocks.shape
         name = blocks.name.removesuffix("_blocks")
         shape = (num_experts, groups * size * 2, rows)
-        return {full_layer_name: LazyTensor(Dequantized(name, shape, (blocks, scales), _unpack_mxfp4, num_experts))}
+        stored = Dequantized(name, shape, (blocks, scales), _unpack_mxfp4, num_experts, packing="mxfp4")
+        return {full_layer_name: LazyTensor(stored)}
 
 
 def _unpack_mxfp4(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
