@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -31,6 +32,8 @@ from fctune.tasks.task import Task, TaskError
 # Failing tasks in a row after which the cause must be systematic, so that more tasks will not help. A single task,
 # such as one whose prompt is too long, fails as many times as its group has answers.
 _MAX_FAILING = 20
+# Fields of a rollout that are lists in JSON.
+_LISTS = ("prompt_ids", "ids", "logprobs", "rejected", "versions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Rollout:
         judging_s: Seconds that judging took; not compared.
         rejected: Kinds of unusable answers that a server sent to its requests (``server_answers``). After each the
             request was sent again, a bounded number of times; after the last, ``error`` is set.
+        versions: Version of the policy that wrote each turn, and gave the log-probabilities of its ids.
     """
 
     case_id: str
@@ -82,6 +86,7 @@ class Rollout:
     error: str | None = None
     judging_s: float = field(default=0.0, compare=False)
     rejected: tuple[str, ...] = ()
+    versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.is_generated) == len(self.logprobs), "one flag and one logprob for each id"
@@ -94,16 +99,17 @@ class Rollout:
     def to_json(self) -> dict[str, Any]:
         """Return the rollout as plain values, which ``from_json`` reads back."""
         row = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        for name in ("prompt_ids", "ids", "logprobs", "rejected"):
+        for name in _LISTS:
             row[name] = list(row[name])
         return row | {"is_generated": [int(one) for one in self.is_generated], "parts": dict(self.parts)}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Rollout:
         """Return the rollout from the plain values of ``to_json``; other keys are ignored."""
-        values = {one.name: row[one.name] for one in dataclasses.fields(cls) if one.name != "rejected"}
-        values["rejected"] = row.get("rejected", ())  # which earlier checkpoints lack
-        for name in ("prompt_ids", "ids", "logprobs", "rejected"):
+        later = ("rejected", "versions")  # which earlier checkpoints lack
+        values = {one.name: row[one.name] for one in dataclasses.fields(cls) if one.name not in later}
+        values |= {name: row.get(name, ()) for name in later}
+        for name in _LISTS:
             values[name] = tuple(values[name])
         return cls(**values | {"is_generated": tuple(map(bool, values["is_generated"]))})
 
@@ -129,6 +135,9 @@ class RolloutSettings:
 class TaskSet(ABC):
     """Tasks for a policy and the rewards of its episodes; subclasses open tasks and score how they end.
 
+    Several threads play with one set while a server generates, so subclasses, their tasks and states are thread-safe;
+    an episode stays on its thread.
+
     Raises:
         ConfigError: A part of the reward does not exist, or the template's call format is unknown.
     """
@@ -150,6 +159,7 @@ class TaskSet(ABC):
         self._template, self._limits, self._weights = settings.template, settings.limits, dict(weights)
         self._call_format = None if settings.template is None else find_call_format(settings.template)
         self._failing: Counter[str] = Counter()  # failures of each task since the last rollout
+        self._counting = threading.Lock()  # of the failures
 
     @property
     @abstractmethod
@@ -208,11 +218,13 @@ class TaskSet(ABC):
         Raises:
             ConfigError: Many tasks in a row failed.
         """
-        if error is None:
-            self._failing.clear()
-        else:
-            self._failing[task_id] += 1
-        if self.has_failed():
+        with self._counting:
+            if error is None:
+                self._failing.clear()
+            else:
+                self._failing[task_id] += 1
+            has_failed = self.has_failed()
+        if has_failed:
             raise ConfigError(
                 f"all dialogues of {len(self._failing)} tasks in a row failed, the last one, {task_id}, with: "
                 f"{error.rstrip('.') if error else ''}. Fix the cause and run the same command again to resume."
@@ -251,6 +263,7 @@ class TaskSet(ABC):
             reason,
             judging_s=time.perf_counter() - start,
             rejected=episode.rejected,
+            versions=tuple(step.answer.version for step in episode.steps) if reason is None else (),
         )
 
 

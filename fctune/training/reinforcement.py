@@ -19,7 +19,6 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.stop_tokens import read_eos_ids
 from fctune.engines.engine import PolicyEngine, Sampling
 from fctune.engines.local import LocalEngine
-from fctune.engines.policy_server import PolicyServer
 from fctune.models.export import export_adapter
 from fctune.runs.directory import RunFiles
 from fctune.runs.record import MetricsFile
@@ -95,9 +94,9 @@ class PolicyTasks(TrainingData):
 
     def _open_server(
         self, planned: PlannedRun, stop_if_requested: Callable[[], None]
-    ) -> tuple[PolicyServer | None, Callable[[int], None]]:
-        """Return rank 0's engine, and the function that loads the adapter in training into the server."""
-        server, directory, opened = self._grpo.server, planned.run.directory.path, list[PolicyServer]()
+    ) -> tuple[PolicyEngine | None, Callable[[int], None]]:
+        """Return rank 0's engine, and the function that loads the adapter in training into the servers."""
+        server, directory, opened = self._grpo.server, planned.run.directory.path, list[PolicyEngine]()
         adapter, base = planned.config.adapter, planned.config.model.path
         assert server is not None
         assert adapter is not None

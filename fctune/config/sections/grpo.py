@@ -92,7 +92,8 @@ class GRPOConfig:
     drop_flat_groups: bool = True
     """Drop groups whose answers all have the same reward, which teach nothing, and use further cases instead."""
     max_refills: Annotated[int, AT_LEAST_0] = 2
-    """Rounds of replacement cases per batch; after the last one, the batch is trained as it is."""
+    """Rounds of replacement cases per batch; after the last one, the batch is trained as it is. With batches ahead, a
+    round is `prompts_per_step` cases."""
     max_flat_batches: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 10
     """End the run after this many batches in a row without any group to learn from."""
     mask_cut: bool = True
@@ -109,7 +110,9 @@ class GRPOConfig:
     (docs/environments.md). Their rewards have different parts: `solved`, `progress`, in environments and with MCP
     servers `economy` and `validity`, and `random`."""
     max_staleness: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 1
-    """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
+    """Batches that a server generates ahead of the one in training, whose dialogues continue while policies change;
+    answers are at most this many batches old. 0: none, and a step waits for its slowest dialogue. In process it is
+    always 0."""
 
     @property
     def clips(self) -> tuple[float, float]:
@@ -121,6 +124,11 @@ class GRPOConfig:
     def answers_per_batch(self) -> int:
         """Answers of a batch in which no group is dropped."""
         return self.prompts_per_step * self.group_size
+
+    @property
+    def num_at_once(self) -> int:
+        """Dialogues that servers answer at a time."""
+        return 64 if self.server is None else self.server.concurrency * len(self.server.urls)
 
     def check(self, where: str, problems: SectionProblems) -> None:
         """Check that local cases exist, and that a server is named if one generates."""

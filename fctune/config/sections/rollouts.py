@@ -18,23 +18,32 @@ _TASKS = re.compile(r"environment:(?P<names>[^,]+(?:,[^,]+)*):(?P<num_tasks>[1-9
 
 @dataclass(kw_only=True, slots=True)
 class ServerConfig:
-    """A vLLM server that generates; `fctune serve BASE --adapters RANK` starts one."""
+    """The vLLM servers that generate; `fctune serve BASE --adapters RANK` starts one."""
 
     url: str
-    """Address, with or without `/v1`. An API key is read from FCTUNE_API_KEY."""
+    """Address, with or without `/v1`, or several with commas between: servers of the same base, among which dialogues
+    are divided. An API key is read from FCTUNE_API_KEY."""
     publish_dir: Annotated[str | None, Null("`OUTPUT_DIR/policies`")] = None
     """Directory for each version's adapter, which trainer and server see under the same path."""
     served_model: Annotated[str | None, Null("the only one")] = None
     """Name of the base on the server."""
     concurrency: Annotated[int, AT_LEAST_1] = 64
-    """Largest number of requests in flight."""
+    """Largest number of requests in flight, on each server."""
     max_wait_s: Annotated[float, Range(gt=0)] = 1800.0
     """Seconds to wait for an unavailable server; then the run ends, and the same command resumes it."""
 
+    @property
+    def urls(self) -> list[str]:
+        """The addresses."""
+        return [url.strip() for url in self.url.split(",")]
+
     def check(self, where: str, problems: SectionProblems) -> None:
-        """Check the server's address."""
-        if (problem := find_address_problem(self.url, join_key(where, "url"))) is not None:
-            problems.add(("url",), problem)
+        """Check the servers' addresses."""
+        for url in self.urls:
+            if (problem := find_address_problem(url, join_key(where, "url"))) is not None:
+                problems.add(("url",), problem)
+        if len(set(self.urls)) < len(self.urls):
+            problems.add(("url",), f"{join_key(where, 'url')}={self.url}: names a server twice")
 
 
 @dataclass(kw_only=True, slots=True)
