@@ -1,6 +1,6 @@
 """Measure how busy rollouts keep the servers of a policy, with answers whose lengths have a heavy tail.
 
-    python -m benchmarks.rollouts [--staleness 0 1 2] [--slots 64] [--servers 1] [--steps 12] [--torch] [--out FILE]
+    python -m benchmarks.rollouts [--staleness 1 2 4] [--slots 64] [--servers 1] [--steps 12] [--torch] [--out FILE]
 
 A simulated server (a process with HTTP and vLLM's API) answers as many requests at a time as it has slots; the seconds
 of an answer are lognormal (mean 0.5, sigma 1.2: one in a hundred takes over 4), and dialogues have one to six turns.
@@ -174,8 +174,9 @@ def _draw(text: str, count: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure each setting, and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2], help="default: %(default)s")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4], help="default: %(default)s")
     parser.add_argument("--slots", type=int, default=64, help="answers at a time of all servers; default: %(default)s")
+    parser.add_argument("--at-once", type=int, help="dialogues at a time; default: one and a half times the slots")
     parser.add_argument("--servers", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=12, help="default: %(default)s")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step; default: %(default)s")
@@ -215,9 +216,10 @@ def measure(arguments: argparse.Namespace, staleness: int) -> dict[str, Any]:
 
 
 def _run(arguments: argparse.Namespace, staleness: int, urls: Sequence[str], folder: Path) -> dict[str, Any]:
+    at_once = arguments.at_once or arguments.slots * 3 // 2
     overrides = [
         *(f"output_dir={folder}", f"grpo.prompts_per_step={arguments.prompts}", f"grpo.group_size={arguments.group}"),
-        *("grpo.engine=server", f"grpo.server.url={','.join(urls)}", f"grpo.server.concurrency={arguments.slots}"),
+        *("grpo.engine=server", f"grpo.server.url={','.join(urls)}", f"grpo.server.concurrency={at_once // len(urls)}"),
         *(f"grpo.max_staleness={staleness}", f"model.path={BASE}"),
     ]
     config: RunConfig = load_config("tiny_grpo", overrides)
@@ -258,6 +260,7 @@ def _run(arguments: argparse.Namespace, staleness: int, urls: Sequence[str], fol
         "answers": len(rows),
         "answers_twice": sum(count > 1 for count in seen.values()),
         "slots": arguments.slots,
+        "dialogues_at_once": at_once,
         "servers": arguments.servers,
         "answers_per_step": arguments.prompts * arguments.group,
         "train_s": arguments.train,

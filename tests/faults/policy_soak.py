@@ -208,8 +208,9 @@ def find_record_problems(run: Path, setting: Setting, saved: dict[Key, Any]) -> 
             problems.append(f"batch {number}: {counted} answers in all and trained, and in the metrics others")
         num_cases, left = divmod(len(of_batch), GROUP_SIZE)
         asked = Counter(row["case_id"] for row in of_batch)
-        due = asked if setting.staleness else Counter(order[position : position + num_cases])
-        if left or asked != Counter({case: GROUP_SIZE * times for case, times in due.items()}):
+        due = Counter(order[position : position + num_cases])
+        is_due = asked == Counter({case: GROUP_SIZE * times for case, times in due.items()})
+        if left or not (is_due or setting.staleness):  # ahead, all batches together are compared below
             problems.append(f"batch {number}: {dict(asked)} answers, and due were {dict(due)} groups")
         groups = Counter((row["case_id"], row["sample"] // GROUP_SIZE) for row in of_batch)
         if set(groups.values()) != {GROUP_SIZE}:
