@@ -46,26 +46,37 @@ if ! mkdir -p "${done_file%/*}" || ! touch "$done_file.$node"; then
   exit 2
 fi
 
-server=''
-if [ "$serves" = 1 ]; then
-  visible=$(seq -s, "$first_gpu" $((first_gpu + server_gpus - 1)))
+# A server on each GPU, or on as many as the model needs: replicas answer more than one server split over all GPUs.
+gpus_per_server=${GPUS_PER_SERVER:-1}
+if [ $((server_gpus % gpus_per_server)) != 0 ]; then
+  echo "$0: GPUS_PER_SERVER=$gpus_per_server does not divide the $server_gpus GPUs that serve" >&2
+  exit 2
+fi
+urls='' servers=()
+for ((index = 0; index < server_gpus / gpus_per_server; index++)); do
+  urls+=${urls:+,}http://$host:$((port + index))
+  [ "$serves" = 1 ] || continue
+  first=$((first_gpu + index * gpus_per_server))
   options=''
-  [ "$server_gpus" = 1 ] || options="--tensor-parallel-size $server_gpus"
+  [ "$gpus_per_server" = 1 ] || options="--tensor-parallel-size $gpus_per_server"
   # Whoever reaches the server can load adapters: other machines must not where none needs it, nor those without the key.
   [ "$nodes" -gt 1 ] || options="--host 127.0.0.1 $options"
   [ -z "${FCTUNE_API_KEY:-}" ] || export VLLM_API_KEY=$FCTUNE_API_KEY
   (
     trap '' USR1
-    CUDA_VISIBLE_DEVICES=$visible exec python -m fctune.cli serve "$MODEL" --adapters "${ADAPTER_RANK:-32}" --name policy \
-      --python .vllm/bin/python --port "$port" --vllm="$options ${VLLM:-}"
+    CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + gpus_per_server - 1))) exec python -m fctune.cli serve "$MODEL" \
+      --adapters "${ADAPTER_RANK:-32}" --name policy --python .vllm/bin/python --port $((port + index)) \
+      --vllm="$options ${VLLM:-}"
   ) &
-  server=$!
-fi
+  servers+=($!)
+done
 stand_in=''
-trap '[ -z "$stand_in" ] || kill -KILL "$stand_in" 2> /dev/null; [ -z "$server" ] || { kill -TERM "$server" 2> /dev/null; wait "$server" 2> /dev/null; }' EXIT
+trap '[ -z "$stand_in" ] || kill -KILL "$stand_in" 2> /dev/null; [ ${#servers[@]} = 0 ] || { kill -TERM "${servers[@]}" 2> /dev/null; wait "${servers[@]}" 2> /dev/null; }' EXIT
 
 is_server_lost() {
-  if [ -n "$server" ]; then ! kill -0 "$server" 2> /dev/null; else [ "$lost_file" -nt "$done_file.$node" ]; fi
+  local each
+  for each in "${servers[@]}"; do kill -0 "$each" 2> /dev/null || return 0; done
+  [ "$serves" = 0 ] && [ "$lost_file" -nt "$done_file.$node" ]
 }
 
 if [ "$trains" = 0 ]; then
@@ -96,14 +107,18 @@ if [ "$trains" = 0 ]; then
   exit "${code:-76}"
 fi
 
-# The server loads its model while the preflight and the imports run; training is not started before it answers.
+are_ready() {
+  local url
+  for url in ${urls//,/ }; do curl --noproxy '*' --silent --fail --output /dev/null --max-time 5 "$url/health" || return 1; done
+}
+# The servers load their model while the preflight and the imports run; training is not started before all answer.
 for ((waited = 0; ; waited += 5)); do
-  if curl --noproxy '*' --silent --fail --output /dev/null --max-time 5 "http://$host:$port/health"; then break; fi
+  if are_ready; then break; fi
   if is_server_lost; then
     echo "$0: the server has ended before it was ready; see its output" >&2
     exit 1
   fi
-  [ "$waited" -lt "${SERVER_START_S:-1800}" ] || { echo "$0: no server at $host:$port after $waited s" >&2; exit 1; }
+  [ "$waited" -lt "${SERVER_START_S:-1800}" ] || { echo "$0: no server at ${urls//http:\/\//} after $waited s" >&2; exit 1; }
   sleep 5
 done
 
@@ -112,7 +127,7 @@ visible=$(seq -s, 0 $((gpus - 1)))
 [ "$nodes" -gt 1 ] || export CUDA_VISIBLE_DEVICES=$visible
 training_ips=$(head -n "$training_nodes" <<< "$ips")
 SKYPILOT_NUM_NODES=$training_nodes SKYPILOT_NODE_IPS=$training_ips SKYPILOT_NUM_GPUS_PER_NODE=$gpus \
-  sky/run_node.sh "grpo.cases=$CASES" grpo.engine=server "grpo.server.url=http://$host:$port" \
+  sky/run_node.sh "grpo.cases=$CASES" grpo.engine=server "grpo.server.url=$urls" \
   "grpo.server.served_model=policy" "$@" &
 training=$!
 # Training waits for a lost server, up to grpo.server.max_wait_s. This one does not come back.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,8 @@ class ChatTemplate:
         if _read_template(self.model_dir, chat_template) not in read_own_templates():
             prepare_processes()  # while the tokenizer is loaded
         self.tokenizer = load_tokenizer(self.model_dir, chat_template)
+        # Encoding the text of a control token changes the tokenizer for a moment.
+        self._encoding = threading.RLock()
         # How errors name the template.
         self._origin = (
             f"{model_dir}" if chat_template is None else f"{model_dir} with chat template {chat_template.name}"
@@ -127,16 +130,24 @@ class ChatTemplate:
 
     def encode_prompt(self, conversation: Conversation, add_generation_prompt: bool = True) -> list[int]:
         """Encode a prompt as ``ConversationEncoder.encode_prompt`` does."""
-        return self.encoder.encode_prompt(conversation, add_generation_prompt)
+        with self._encoding:
+            return self.encoder.encode_prompt(conversation, add_generation_prompt)
 
     def encode_continuation(self, conversation: Conversation, index: int) -> list[int]:
         """Return the ids between an answer and the next as ``ConversationEncoder.encode_continuation`` does."""
-        return self.encoder.encode_continuation(conversation, index)
+        with self._encoding:
+            return self.encoder.encode_continuation(conversation, index)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        text: str = self.tokenizer.decode(tokens)
+        with self._encoding:
+            text: str = self.tokenizer.decode(tokens)
         return text
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of a text's token ids, without added special tokens."""
+        with self._encoding:
+            return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def require_tokens(self) -> None:
         """Reject a template that writes control tokens of another tokenizer, which this one would spell as text.

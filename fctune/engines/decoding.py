@@ -46,8 +46,7 @@ class AnswerDecoder:
             reasoning = self.reasoning_format.split(text, is_open)
         if reasoning is None:
             return None
-        num_tokens = len(self.template.tokenizer.encode(reasoning.text, add_special_tokens=False))
-        return reasoning._replace(num_tokens=num_tokens)
+        return reasoning._replace(num_tokens=self.template.count_tokens(reasoning.text))
 
 
 def find_stop_ids(eos: int | list[int] | None, template: ChatTemplate) -> frozenset[int]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class PolicyServer:
         run_id: Part of the names of this run's adapters; those left by a killed process of the run are unloaded and
             deleted.
         api_key: Sent as a bearer token and never written anywhere.
-        concurrency: Requests in flight.
+        concurrency: Requests in flight, of one call with several prompts.
         min_positions: Smallest context of the server, in tokens.
         patience: How long to wait for a lost server.
         is_resumed: Wait for the server if it is not there yet, since the run has found it before.
@@ -118,6 +118,7 @@ class PolicyServer:
         self._lock = threading.Lock()  # of the fields below
         self._recovery = threading.Lock()  # one thread looks for a lost server
         self._num_recoveries = self._num_answering = 0
+        self.is_lost = False  # and waited for
         self._closed = threading.Event()
         self._current = PublishedAdapter("", 0)
         self._retired: list[PublishedAdapter] = []
@@ -145,23 +146,32 @@ class PolicyServer:
         Raises:
             ConfigError: The server refuses the key or the path, or does not come back.
         """
-        pool = ThreadPoolExecutor(min(self._concurrency, len(prompts) or 1), thread_name_prefix="rollout")
         with self._lock:
             self._num_answering += 1
             self._client.start()
             if self._closed.is_set():
                 self._client.stop()
+        if len(prompts) == 1:  # of a dialogue that has a thread of its own
+            try:
+                yield self._decode(self._answer_one(0, prompts[0]))
+            finally:
+                self._end_answering()
+            return
+        pool = ThreadPoolExecutor(min(self._concurrency, len(prompts) or 1), thread_name_prefix="rollout")
         try:
             futures = [pool.submit(self._answer_one, index, prompt) for index, prompt in enumerate(prompts)]
             for done in as_completed(futures):
-                answer = done.result()
-                yield self._decoder.decode(answer) if answer.error is None else answer
+                yield self._decode(done.result())
         finally:
-            with self._lock:
-                self._num_answering -= 1
-                if not self._num_answering:
-                    self._client.stop()
+            self._end_answering()
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _end_answering(self) -> None:
+        """Note that a caller has its answers; the last one ends the waits of further attempts."""
+        with self._lock:
+            self._num_answering -= 1
+            if not self._num_answering:
+                self._client.stop()
 
     def publish(self, policy: Path, version: int) -> None:
         """Load an adapter and use it for all new requests; requests in flight finish with their own version.
@@ -197,6 +207,9 @@ class PolicyServer:
             self._retired, self._current = [], PublishedAdapter(self._base, self._current.version)
         for one in published:
             self._adapters.remove(one)
+
+    def _decode(self, answer: Answer) -> Answer:
+        return self._decoder.decode(answer) if answer.error is None else answer
 
     def _answer_one(self, index: int, prompt: Prompt) -> Answer:
         assert prompt.ids is not None, "a policy continues token ids"
@@ -297,7 +310,7 @@ class PolicyServer:
         with self._recovery:
             if self._num_recoveries != num_recoveries:
                 return
-            started, has_warned = time.monotonic(), False
+            started, has_warned, self.is_lost = time.monotonic(), False, True
             while True:
                 if self._is_healthy():
                     error = self._adapters.load(self._current) if self._current.path is not None else None
@@ -318,6 +331,7 @@ class PolicyServer:
                         f"{self.url}: unavailable ({reason}), and the run has ended, so it was not waited for."
                     )
             self._num_recoveries += 1
+            self.is_lost = False
             if has_warned:
                 waited = time.monotonic() - started
                 self._log(f"the server at {self.url} is back after {waited:,.0f} s, with version {self.version}")
@@ -418,6 +432,72 @@ def require_equal_tokenizer(
             ) from None
         own = template.tokenizer.encode(probe, add_special_tokens=False)
         require_equal_ids(f"{url}: {model}", template, "tokenizer", "text", own, sent, remedy)
+
+
+class PolicyServers:
+    """Several servers of one base, each with every version of the policy; a ``PolicyEngine``, and thread-safe.
+
+    A dialogue begins with the server that has the fewest requests, among those that are not lost, and stays with it,
+    since that server has read the dialogue so far. A lost server delays its own dialogues and the next version.
+
+    Args:
+        servers: The servers.
+    """
+
+    is_concurrent = True
+
+    def __init__(self, servers: Sequence[PolicyServer]):
+        self._servers = list(servers)
+        self._num_requests = [0] * len(servers)
+        self._lock = threading.Lock()  # of the numbers
+        self._last = threading.local()  # dialogue and server of a thread's last prompt
+
+    @property
+    def version(self) -> int:
+        """Oldest version that answers new requests."""
+        return min(server.version for server in self._servers)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the addresses, the base's name and the temperature."""
+        described = [server.describe() for server in self._servers]
+        return described[0] | {"url": ",".join(one["url"] for one in described)}
+
+    def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
+        """Yield the answer to each prompt as ``PolicyServer.answer``, one after the other.
+
+        Rollouts ask from many threads, with one prompt each.
+        """
+        for index, prompt in enumerate(prompts):
+            server = self._choose((prompt.conversation.source, prompt.sample))
+            try:
+                (answer,) = self._servers[server].answer([prompt])
+            finally:
+                with self._lock:
+                    self._num_requests[server] -= 1
+            yield replace(answer, index=index)
+
+    def publish(self, policy: Path, version: int) -> None:
+        """Load an adapter into every server, at the same time; see ``PolicyServer.publish``."""
+        with ThreadPoolExecutor(len(self._servers), thread_name_prefix="publish") as threads:
+            list(threads.map(lambda server: server.publish(policy, version), self._servers))
+
+    def close(self) -> None:
+        """Close every server's connection."""
+        for server in self._servers:
+            server.close()
+
+    def _choose(self, dialogue: tuple[str, int]) -> int:
+        """Return the index of the server to ask, and count the request."""
+        last = getattr(self._last, "value", None)
+        with self._lock:
+            if last is not None and last[0] == dialogue:
+                server: int = last[1]
+            else:
+                order = range(len(self._servers))
+                server = min(order, key=lambda one: (self._servers[one].is_lost, self._num_requests[one]))
+            self._num_requests[server] += 1
+        self._last.value = dialogue, server
+        return server
 
 
 def _list(models: Sequence[dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -33,6 +34,8 @@ from fctune.tasks.task import AnswerCase, Case, Task, TaskError
 # Failing tasks in a row after which the cause must be systematic, so that more tasks will not help. A single task,
 # such as one whose prompt is too long, fails as many times as its group has answers.
 _MAX_FAILING = 20
+# Fields of a rollout that are lists in JSON.
+_LISTS = ("prompt_ids", "ids", "logprobs", "rejected", "versions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Rollout:
         further: Further sequences of the episode, which do not continue the first: those of an agent that rewrites its
             history, or does several things at once.
         opinion: What a language model that judges said of the answer, if it was asked; not compared.
+        versions: Version of the policy that wrote each turn, and gave the log-probabilities of its ids.
     """
 
     case_id: str
@@ -89,6 +93,7 @@ class Rollout:
     rejected: tuple[str, ...] = ()
     further: tuple[EpisodeTokens, ...] = ()
     opinion: Opinion | None = field(default=None, compare=False)
+    versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.is_generated) == len(self.logprobs), "one flag and one logprob for each id"
@@ -117,7 +122,7 @@ class Rollout:
     def to_json(self) -> dict[str, Any]:
         """Return the rollout as plain values, which ``from_json`` reads back."""
         row = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        for name in ("prompt_ids", "ids", "logprobs", "rejected"):
+        for name in _LISTS:
             row[name] = list(row[name])
         row["opinion"] = None if self.opinion is None else self.opinion.to_json()
         row |= {"is_generated": [int(one) for one in self.is_generated], "parts": dict(self.parts)}
@@ -129,11 +134,12 @@ class Rollout:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Rollout:
         """Return the rollout from the plain values of ``to_json``; other keys are ignored."""
-        later = ("rejected", "further", "opinion")  # which earlier checkpoints lack
+        later = ("rejected", "versions", "further", "opinion")  # which earlier checkpoints lack
         values = {one.name: row[one.name] for one in dataclasses.fields(cls) if one.name not in later}
-        values |= {"rejected": row.get("rejected", ()), "opinion": read_opinion(row.get("opinion"))}
+        values |= {"rejected": row.get("rejected", ()), "versions": row.get("versions", ())}
         values["further"] = tuple(EpisodeTokens.from_json(one) for one in row.get("further", ()))
-        for name in ("prompt_ids", "ids", "logprobs", "rejected"):
+        values["opinion"] = read_opinion(row.get("opinion"))
+        for name in _LISTS:
             values[name] = tuple(values[name])
         return cls(**values | {"is_generated": tuple(map(bool, values["is_generated"]))})
 
@@ -161,6 +167,9 @@ class RolloutSettings:
 class TaskSet(ABC):
     """Tasks for a policy and the rewards of its episodes; subclasses open tasks and score how they end.
 
+    Several threads play with one set while a server generates, so subclasses, their tasks and states are thread-safe;
+    an episode stays on its thread.
+
     Raises:
         ConfigError: A part of the reward does not exist, or the template's call format is unknown.
     """
@@ -185,6 +194,7 @@ class TaskSet(ABC):
         self._template, self._limits, self._weights = settings.template, settings.limits, dict(weights)
         self._call_format = None if settings.template is None else find_call_format(settings.template)
         self._failing: Counter[str] = Counter()  # failures of each task since the last rollout
+        self._counting = threading.Lock()  # of the failures
 
     @property
     @abstractmethod
@@ -242,11 +252,13 @@ class TaskSet(ABC):
         Raises:
             ConfigError: Many tasks in a row failed.
         """
-        if error is None:
-            self._failing.clear()
-        else:
-            self._failing[task_id] += 1
-        if self.has_failed():
+        with self._counting:
+            if error is None:
+                self._failing.clear()
+            else:
+                self._failing[task_id] += 1
+            has_failed = self.has_failed()
+        if has_failed:
             raise ConfigError(
                 f"all dialogues of {len(self._failing)} tasks in a row failed, the last one, {task_id}, with: "
                 f"{error.rstrip('.') if error else ''}. Fix the cause and run the same command again to resume."
@@ -302,6 +314,7 @@ class TaskSet(ABC):
             judging_s=time.perf_counter() - start,
             rejected=episode.rejected,
             opinion=episode.opinion,
+            versions=tuple(step.answer.version for step in episode.steps) if reason is None else (),
         )
 
 

@@ -22,8 +22,10 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.stop_tokens import read_eos_ids
 from fctune.engines.engine import PolicyEngine, Sampling
 from fctune.engines.local import LocalEngine
-from fctune.engines.policy_server import PolicyServer
+from fctune.models.architecture import ALL_LINEAR
+from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_adapter
+from fctune.models.lora import iter_adapted
 from fctune.runs.directory import RunFiles
 from fctune.runs.record import MetricsFile
 from fctune.tasks.episode import EpisodeLimits
@@ -99,9 +101,9 @@ class PolicyTasks(TrainingData):
 
     def _open_server(
         self, planned: PlannedRun, stop_if_requested: Callable[[], None]
-    ) -> tuple[PolicyServer | None, Callable[[int], None]]:
-        """Return rank 0's engine, and the function that loads the adapter in training into the server."""
-        server, directory, opened = self._section.server, planned.run.directory.path, list[PolicyServer]()
+    ) -> tuple[PolicyEngine | None, Callable[[int], None]]:
+        """Return rank 0's engine, and the function that loads the adapter in training into the servers."""
+        server, directory, opened = self._section.server, planned.run.directory.path, list[PolicyEngine]()
         adapter, base = planned.config.adapter, planned.config.model.path
         assert server is not None
         assert adapter is not None
@@ -193,6 +195,28 @@ class PolicyTuning(AdapterTuning):
         """Return the policy loss."""
         assert self.requested_config.grpo is not None
         return PolicyObjective(self.requested_config.grpo)
+
+    def select_trainable_(self, model: CausalLM) -> None:
+        """Freeze the base and add an adapter to each selected linear; a server's policy has none on experts.
+
+        Raises:
+            ConfigError: A server generates, and adapters on experts or routers are selected, which it would ignore.
+        """
+        super().select_trainable_(model)
+        architecture, config = model.architecture, self.requested_config
+        if not architecture.expert_names or config.grpo is None or config.grpo.engine != "server":
+            return
+        linears = [
+            name for name in architecture.resolve_adapter_modules(ALL_LINEAR) if name in architecture.linear_names
+        ]
+        if adapted := sorted({name.rpartition(".")[2] for name, _ in iter_adapted(model)}):
+            raise ConfigError(
+                f"grpo.engine=server: this model is a mixture of experts, and vLLM serves no adapters on experts and "
+                f"routers ({', '.join(adapted)}), so the answers would not be those of the policy in training. Set "
+                f"adapter.modules=[{', '.join(linears)}], which leaves the experts as they are, or "
+                "grpo.engine=in_process, which answers with the merged weights."
+            )
+        logger.info("grpo: the policy learns by its linears alone; the server answers with the experts of the base")
 
     def open_data(self) -> tuple[RunConfig, PolicyTasks]:
         """Return the config as it is, and the tasks of the ``grpo`` section."""

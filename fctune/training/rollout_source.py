@@ -1,7 +1,8 @@
 """Training data from rollouts: publishes the policy, waits for its answers, and packs them into steps.
 
-With a server, answers are generated on a thread, ahead of the step that trains them; in process, every rank generates a
-share between steps. Every checkpoint contains the answers that have not been trained yet.
+With a server, dialogues run on threads of rank 0 across the borders of steps: a slow one delays no other, and the
+policy that answers is replaced while they run. In process, every rank generates a share between steps. Every checkpoint
+contains the answers that have not been trained yet.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +30,7 @@ from fctune.engines.engine import PolicyEngine
 from fctune.models.attention import MakeBounds
 from fctune.tasks.opinions import summarise_opinions
 from fctune.tasks.rollouts import Request, Rollout, TaskSet
-from fctune.tasks.sampling.collection import Position, RolloutBatch, RolloutCollector, TaskOrder
+from fctune.tasks.sampling.collection import RolloutBatch, RolloutCollector, TaskOrder
 from fctune.training.policy_gradient import compute_advantages
 from fctune.training.prefetch import StepData
 from fctune.training.rollout_steps import TrainedRollout, make_step_data
@@ -39,15 +39,6 @@ logger = logging.getLogger("fctune")
 
 # The part of the reward that says whether an answer is right, by kind of task.
 _RIGHT = ("strict", "solved")
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """A batch in generation, with its answers so far, including those from before a restart."""
-
-    number: int
-    rollouts: list[Rollout] = field(default_factory=list)
-    result: Future[RolloutBatch] | None = None
 
 
 class RolloutSource:
@@ -88,23 +79,22 @@ class RolloutSource:
         self._config, self._section, self._world = config, section, world
         self._tasks, self._order, self._engine, self._publish = tasks, order, engine, publish
         self._make_bounds, self._log, self._is_shared = make_bounds, log, is_shared
-        self._num_batches = math.ceil(num_steps / self._section.updates_per_batch)
+        num_batches = math.ceil(num_steps / self._section.updates_per_batch)
         self._meanwhile, self._cost = meanwhile, cost
-        play = self._play_alone if is_shared else self._play_together
         log_once = logger.warning if world.is_main else lambda line: None
-        self._collector = RolloutCollector(self._section, order, play, log_once)
+        num_ahead = self._section.max_staleness if is_shared else 0
+        self._collector = RolloutCollector(self._section, order, num_batches, num_ahead, log_once)
         self._digest = tasks.digest()
-        self._num_ahead = self._section.max_staleness if is_shared else 0
         self._batch: RolloutBatch | None = None  # in training
         self._trained: list[TrainedRollout] = []
-        self._position, self._num_flat = order.start, 0  # after that batch
-        self._restored: dict[int, list[Rollout]] = {}  # answers of later batches in the checkpoint, by batch
-        self._lock = threading.Lock()
-        self._ahead: deque[_Ahead] = deque()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts") if is_shared else None
-        # Position and flat batches after the last batch of the thread.
-        self._tail: tuple[Position, int] = (order.start, 0)
-        self._arriving: list[Rollout] = []  # answers of the batch that the thread generates
+        self._lock = threading.Lock()  # of the collector and the fields below
+        self._due: Future[RolloutBatch] | None = None  # the batch that is waited for
+        self._failure: BaseException | None = None  # of a thread
+        self._threads: ThreadPoolExecutor | None = None
+        if is_shared and world.is_main:
+            num_at_once = self._section.num_at_once
+            num_at_once = num_at_once if tasks.num_at_once is None else min(num_at_once, tasks.num_at_once)
+            self._threads = ThreadPoolExecutor(num_at_once, thread_name_prefix="rollouts")
         self._published: int | None = None
         self._publish_s = 0.0
 
@@ -114,8 +104,8 @@ class RolloutSource:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
         for opened in (self._engine, self._tasks):
             if (close := getattr(opened, "close", None)) is not None:  # only environments have processes to close
                 close()
@@ -143,19 +133,16 @@ class RolloutSource:
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Return the state for a checkpoint after ``step``: the position, and the answers not trained yet."""
-        updates = self._section.updates_per_batch
-        is_unfinished = self._batch is not None and step % updates != 0
+        is_unfinished = self._batch is not None and step % self._section.updates_per_batch != 0
         with self._lock:
-            ahead = {one.number: list(one.rollouts) for one in self._ahead}
+            state = self._collector.state()
         return {
-            "epoch": self._order.epoch_at(self._position),
-            "position": list(self._position),
-            "num_flat": self._num_flat,
+            "epoch": self._order.epoch_at(state["position"]),
+            **state,
             "seed": self._config.seed,
             "cases": self._digest,
             "category_shares": self._order.shares,
             "batch": _to_json(self._batch) if is_unfinished and self._batch is not None else None,
-            "ahead": {str(number): [one.to_json() for one in rollouts] for number, rollouts in ahead.items()},
         }
 
     def resume_at(self, state: dict[str, Any]) -> None:
@@ -175,16 +162,12 @@ class RolloutSource:
                 f"the cases, their shares or the reward differ from those of the checkpoint ({', '.join(changes)}). "
                 "Restore the previous ones, or start a new run in another output_dir."
             )
-        self._position, self._num_flat = tuple(state["position"]), int(state["num_flat"])
-        self._tail = (self._position, self._num_flat)
-        self._restored = {
-            int(number): [Rollout.from_json(row) for row in rows] for number, rows in state["ahead"].items()
-        }
+        self._collector.restore(state)
         if state["batch"] is not None:
             self._set_batch(_from_json(state["batch"]))
 
     def _set_batch(self, batch: RolloutBatch) -> None:
-        self._batch, self._position, self._num_flat = batch, batch.stop, batch.num_flat
+        self._batch = batch
         self._trained = [one for group in batch.groups for one in self._weigh(group)]
 
     def _weigh(self, group: Sequence[Rollout]) -> list[TrainedRollout]:
@@ -200,24 +183,19 @@ class RolloutSource:
         ]
 
     def _next_batch(self, number: int, step: int) -> RolloutBatch:
-        """Return the batch to train next; generation started from now on uses the current weights."""
+        """Return the batch to train next; answers from now on are those of the current weights."""
+        self._publish_now(step)
         if not self._is_shared:
-            self._publish_now(step)
             assert self._engine is not None
-            batch = self._collector.collect(number, self._position, self._num_flat)
+            batch = self._collector.collect(number, self._play_together)
             self._engine.close()
             return batch
-        if not self._ahead or self._num_ahead == 0:  # the first batch, and every one without staleness
-            self._publish_now(step)
-            self._start(number)
-        batch = distributed.wait_for_rank_0(self._ahead[0].result, self._meanwhile)
-        self._ahead.popleft()
-        if self._num_ahead:
-            self._publish_now(step)
-            first = self._ahead[-1].number + 1 if self._ahead else number + 1
-            for later in range(first, min(number + self._num_ahead, self._num_batches) + 1):
-                self._start(later)
-        return batch
+        if self._world.is_main:
+            with self._lock:
+                self._due = Future()
+                self._collector.update(number)
+                self._go_on()
+        return distributed.wait_for_rank_0(self._due, self._meanwhile)
 
     def _publish_now(self, step: int) -> None:
         """Publish the policy with all updates before ``step``, unless that has been done."""
@@ -230,30 +208,34 @@ class RolloutSource:
         self._published = step - 1
         self._publish_s = time.perf_counter() - started
 
-    def _start(self, number: int) -> None:
-        """Start generating a batch on rank 0's thread; on other ranks, only count it."""
-        ahead = _Ahead(number, self._restored.pop(number, []))
-        with self._lock:
-            self._ahead.append(ahead)
-        if self._world.is_main:
-            assert self._thread is not None
-            ahead.result = self._thread.submit(self._collect_ahead, ahead)
+    def _go_on(self) -> None:
+        """Ask what is to be asked now, and deliver the batch that is waited for if it is complete; under the lock."""
+        assert self._threads is not None
+        assert self._due is not None
+        if requests := self._collector.ask():
+            fire("sample", str(len(requests)))
+        for one in requests:
+            self._threads.submit(self._play_alone, one)
+        if self._due.done():
+            return
+        if self._failure is not None:
+            self._due.set_exception(self._failure)
+        elif (batch := self._collector.take()) is not None:
+            self._due.set_result(batch)
 
-    def _collect_ahead(self, ahead: _Ahead) -> RolloutBatch:
-        self._arriving = ahead.rollouts
-        position, num_flat = self._tail
-        batch = self._collector.collect(ahead.number, position, num_flat, list(ahead.rollouts))
-        self._tail = (batch.stop, batch.num_flat)
-        return batch
-
-    def _play_alone(self, requests: Sequence[Request]) -> Iterable[Rollout]:
-        """Generate with rank 0's engine; answers are kept for checkpoints as they arrive."""
+    def _play_alone(self, request: Request) -> None:
+        """Run one dialogue with rank 0's engine, on a thread."""
         assert self._engine is not None
-        fire("sample", str(len(requests)))
-        for rollout in self._tasks.play(self._engine, requests):
+        try:
+            (rollout,) = self._tasks.play(self._engine, [request])
             with self._lock:
-                self._arriving.append(rollout)
-            yield rollout
+                self._collector.add(rollout)
+                self._go_on()
+        except BaseException as error:  # raised where the batch is waited for
+            with self._lock:
+                self._failure = error
+                if self._due is not None and not self._due.done():
+                    self._due.set_exception(error)
 
     def _play_together(self, requests: Sequence[Request]) -> Iterable[Rollout]:
         """Generate each rank's share with its engine, and return all answers on every rank."""

@@ -20,7 +20,9 @@ import pytest
 from tests.conftest import ROOT
 
 GENERATED = [ROOT / "docs" / "reference" / f"{name}.md" for name in ("gpu-results", "parsers", "supported-models")]
-GENERATED += [ROOT / "docs" / "reference" / f"{name}.md" for name in ("chat-templates", "kernels", "long-rows")]
+GENERATED += [
+    ROOT / "docs" / "reference" / f"{name}.md" for name in ("chat-templates", "kernels", "long-rows", "rollouts")
+]
 PAGES = [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted((ROOT / "docs").glob("*.md")), *GENERATED]
 _UNITS = (
     r"%|s|ms|min|h|hours?|minutes?|seconds?|[KMGT]i?B(?:/s)?|TFLOP/s|(?:\w+ )?tokens(?:/s)?|rows(?:/s)?|USD|verdicts"

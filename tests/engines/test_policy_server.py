@@ -16,9 +16,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from fctune.base.errors import ConfigError
+from fctune.config.sections.rollouts import ServerConfig
 from fctune.data.chat_template import ChatTemplate
+from fctune.data.conversation import Conversation
+from fctune.engines.engine import Answer, Prompt
 from fctune.engines.http_client import RetryPolicy
 from fctune.engines.policy_server import PolicyServer, ServerPatience
+from fctune.tasks.sampling.task_sets import open_server_engine
 from tests.engines.continuations import Continuation, continue_ids
 from tests.engines.vllm_stand_in import LIES, VllmStandIn
 
@@ -451,3 +455,28 @@ def test_another_tokenizer_is_refused_at_the_start(
             connect(server)
     finally:
         server.stop()
+
+
+def test_several_servers_share_dialogues_which_stay_where_they_began(
+    serve: Callable[..., VllmStandIn], template: ChatTemplate, make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    servers = [serve(), serve()]
+    urls = ",".join(server.url for server in servers)
+    engine = open_server_engine(ServerConfig(url=urls), template, tmp_path)
+    engine.publish(make_adapter(1), 1)
+    assert [len(server.adapters) for server in servers] == [1, 1]
+
+    def talk(number: int) -> list[Answer]:
+        prompts = [Prompt(Conversation((), (), "talk"), 2, number, tuple(ids), 5) for ids in PROMPTS]
+        return [answer for prompt in prompts for answer in engine.answer([prompt])]
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = [one for of_talk in threads.map(talk, range(8)) for one in of_talk]
+    assert {(one.error, one.version) for one in answers} == {(None, 1)}
+    asked = [sum(path == "/v1/completions" for path, _ in server.requests) for server in servers]
+    assert sum(asked) == 8 * len(PROMPTS)
+    assert min(asked) > 0
+    assert all(count % len(PROMPTS) == 0 for count in asked), "no dialogue changes its server"
+    assert engine.describe()["url"] == urls
+    engine.close()
+    assert not any(server.adapters for server in servers)

@@ -50,7 +50,7 @@ PARTS = {
 }
 LIMIT_S = 600.0
 
-Key = tuple[int, str, int]  # batch, case, sample
+Key = tuple[str, int]  # case and sample, which is counted over the passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Setting:
 SETTINGS = (
     *(Setting("in_process", 0, 1), Setting("server", 1, 1)),
     *(Setting("in_process", 0, 2), Setting("server", 0, 1), Setting("server", 1, 2)),
-    *(Setting("server", 0, 1, is_lying=True), Setting("server", 1, 1, is_lying=True)),
+    *(Setting("server", 0, 1, is_lying=True), Setting("server", 1, 1, is_lying=True), Setting("server", 2, 1)),
 )
 
 
@@ -168,11 +168,10 @@ def read_saved_answers(run: Path) -> dict[Key, Any]:
     found: dict[Key, Any] = {}
     for checkpoint in CheckpointStore(run / "checkpoints").list_complete()[:1]:
         state = json.loads((checkpoint.path / "trainer_state.json").read_text())["loader"]
-        batches = {int(number): rows for number, rows in state["ahead"].items()}
+        rows = [row for group in state["groups"] for row in group["rollouts"] if row is not None]
         if state["batch"] is not None:
-            batches[state["batch"]["number"]] = [row for group in state["batch"]["groups"] for row in group]
-        for number, rows in batches.items():
-            found |= {(number, row["case_id"], row["sample"]): _identify(row) for row in rows}
+            rows += [row for group in state["batch"]["groups"] for row in group]
+        found |= {(row["case_id"], row["sample"]): _identify(row) for row in rows}
     return found
 
 
@@ -192,7 +191,7 @@ def find_record_problems(run: Path, setting: Setting, saved: dict[Key, Any]) -> 
     problems = []
     if [one["step"] for one in metrics] != list(range(1, NUM_STEPS + 1)):
         problems.append(f"steps {[one['step'] for one in metrics]}")
-    answers = {(row["batch"], row["case_id"], row["sample"]): row for row in rows}
+    answers = {(row["case_id"], row["sample"]): row for row in rows}
     if len(answers) != len(rows):
         problems.append(f"{format_count(len(rows) - len(answers), 'answer')} counted twice")
     by_batch: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -210,11 +209,11 @@ def find_record_problems(run: Path, setting: Setting, saved: dict[Key, Any]) -> 
         num_cases, left = divmod(len(of_batch), GROUP_SIZE)
         asked = Counter(row["case_id"] for row in of_batch)
         due = Counter(order[position : position + num_cases])
-        if left or asked != Counter({case: GROUP_SIZE * times for case, times in due.items()}):
+        is_due = asked == Counter({case: GROUP_SIZE * times for case, times in due.items()})
+        if left or not (is_due or setting.staleness):  # ahead, all batches together are compared below
             problems.append(f"batch {number}: {dict(asked)} answers, and due were {dict(due)} groups")
-        if any(
-            sorted(row["sample"] for row in of_batch if row["case_id"] == c) != list(range(asked[c])) for c in asked
-        ):
+        groups = Counter((row["case_id"], row["sample"] // GROUP_SIZE) for row in of_batch)
+        if set(groups.values()) != {GROUP_SIZE}:
             problems.append(f"batch {number}: samples are missing")
         position += num_cases
         ages = {step - 1 - row["version"] for row in of_batch}
@@ -226,6 +225,13 @@ def find_record_problems(run: Path, setting: Setting, saved: dict[Key, Any]) -> 
         spoiled = sum(len(row["rejected"]) for row in of_batch)
         if (one["answers_failed"], one["answers_rejected"]) != (len(errors), spoiled):
             problems.append(f"batch {number}: {len(errors)} failed, {spoiled} unusable, and in the metrics others")
+    # Ahead, batches have the groups that were complete first; together they are those that were due first.
+    num_cases, asked = len(rows) // GROUP_SIZE, Counter(row["case_id"] for row in rows)
+    if asked != Counter({case: GROUP_SIZE * times for case, times in Counter(order[:num_cases]).items()}):
+        problems.append(f"{dict(asked)} answers in all, and due were those of the first {num_cases} cases")
+    for case, count in asked.items():
+        if sorted(row["sample"] for row in rows if row["case_id"] == case) != list(range(count)):
+            problems.append(f"{case}: samples are missing")
     if setting.is_lying and not any(row["rejected"] for row in rows):
         problems.append("a lying server was always believed")
     problems += find_training_problems(rows)
@@ -334,7 +340,7 @@ def make_replay_recipe() -> Any:
             text = (self._log.parent.parent / "log.jsonl").read_text()
             rows = [row for row in map(json.loads, text.splitlines()) if row["batch"] == number]
             prompts = self._tasks._prompts  # type: ignore[attr-defined]
-            batch = RolloutBatch(number, self._position, self._position)
+            batch = RolloutBatch(number, (0,), (0,))
             for first in range(0, len(rows), GROUP_SIZE):
                 group = [
                     Rollout.from_json(row | {"prompt_ids": prompts[row["case_id"]]})

@@ -12,6 +12,7 @@ from tests.faults.policy_soak import (
     SETTINGS,
     arguments_for,
     find_record_problems,
+    read_answers,
     read_saved_answers,
     soak_policies,
 )
@@ -33,8 +34,10 @@ def test_records_of_a_run_that_counted_or_lost_an_answer_are_rejected(
     arguments = [*arguments_for(run, inputs[0], setting, ""), "checkpoint.async_save=false"]
     assert run_group(arguments, 1, Fault("kill", "step", 0, 4)).fired
     saved = read_saved_answers(run)
-    assert {batch for batch, _, _ in saved} == {2}, "the checkpoint of step 3 is in the middle of a batch"
     assert run_group(arguments, 1).codes == (0,)
+    of_second = {(row["case_id"], row["sample"]) for row in read_answers(run) if row["batch"] == 2}
+    assert saved.keys() <= of_second, "the checkpoint of step 3 is in the middle of a batch"
+    assert saved
     assert find_record_problems(run, setting, saved) == []
     log = run / "rollouts.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()]
@@ -47,8 +50,7 @@ def test_records_of_a_run_that_counted_or_lost_an_answer_are_rejected(
     assert "answers in all and trained" in find(rows[:-1])
     key = next(iter(saved))
     asked_again = [
-        row | {"version": row["version"] + 1} if (row["batch"], row["case_id"], row["sample"]) == key else row
-        for row in rows
+        row | {"version": row["version"] + 1} if (row["case_id"], row["sample"]) == key else row for row in rows
     ]
     assert "1 of" in find(asked_again)
     assert "were lost or asked again" in find(asked_again)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.models.expert_samples import save_base
 from tests.ranks import run_ranks
-from tests.recipes.recipe_runs import arguments_for, check_single_report, run_kind_on_rank
+from tests.recipes.recipe_runs import CONFIGS, arguments_for, check_single_report, run_kind_on_rank
 
 SPREAD = ("parallel.mode=fsdp", "parallel.expert=2")
 ADAPTER = ("adapter.modules=all-linear", "adapter.rank=2", "adapter.train_tokens=off")
@@ -34,6 +34,23 @@ def run(base: Path, output: Path, num_ranks: int, *changes: str) -> dict[str, An
 
 def read_weights(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "run" / "export" / "merged" / "model.safetensors")
+
+
+@pytest.mark.parametrize("modules", ["all-linear", "[q_proj, experts.down_proj]"])
+def test_a_policy_on_a_server_has_no_adapters_on_experts(base: Path, tmp_path: Path, modules: str) -> None:
+    """vLLM would ignore them. The address is not asked before that is said."""
+    words = ["--config", CONFIGS["grpo"], f"output_dir={tmp_path / 'run'}", f"model.path={base}", "data.seq_len=512"]
+    words += ["grpo.engine=server", "grpo.server.url=http://127.0.0.1:9", "adapter.rank=2", "adapter.train_tokens=off"]
+    words += ["grpo.cases=synthetic:train:4:1", "grpo.max_new_tokens=4", f"adapter.modules={modules}"]
+    done = run_ranks(run_kind_on_rank, 1, words, "grpo")[0]
+    assert done["code"] == 2, done
+    assert "vLLM serves no adapters on experts" in done["err"]
+    assert "adapter.modules=[q_proj, k_proj, v_proj, o_proj]" in done["err"]
+    served = run_ranks(run_kind_on_rank, 1, [*words[:-1], "adapter.modules=[q_proj, k_proj, v_proj, o_proj]"], "grpo")[
+        0
+    ]
+    assert "no server answers there" in served["err"], served
+    assert "answers with the experts of the base" in served["out"] + served["err"]
 
 
 @pytest.fixture(scope="module")

@@ -57,11 +57,13 @@ def start(tree: Path, nodes: int, node: int, **more: Any) -> subprocess.Popen[st
     ips = "\n".join(f"10.0.0.{number}" for number in range(1, nodes + 1))
     own = {"SKYPILOT_NUM_NODES": nodes, "SKYPILOT_NODE_RANK": node, "SKYPILOT_NODE_IPS": ips}
     own |= {"SKYPILOT_NUM_GPUS_PER_NODE": 8, "SKYPILOT_TASK_ID": "task-1"}
+    own |= {"GPUS_PER_SERVER": more.get("SERVER_GPUS", 4 if nodes == 1 else 8)}  # one server
     return run_script(tree, {**own, **more})
 
 
 def start_in_slurm(tree: Path, nodes: int, node: int, **more: Any) -> subprocess.Popen[str]:
     own = {"SLURM_JOB_ID": 41, "SLURM_NNODES": nodes, "SLURM_NODEID": node, "SLURM_GPUS_ON_NODE": 8}
+    own |= {"GPUS_PER_SERVER": 4 if nodes == 1 else 8}
     return run_script(tree, {**own, "SLURM_JOB_NODELIST": f"n[0-{nodes - 1}]", "NUM_HOSTS": nodes, **more})
 
 
@@ -84,6 +86,27 @@ def test_one_node_splits_its_gpus_and_ends_its_server(tree: Path) -> None:
     assert trained.startswith("gpus=0,1,2,3,4,5 ")
     assert "ranks=6 nodes=1 node=0" in trained
     assert "grpo.cases=cases.jsonl grpo.engine=server grpo.server.url=http://127.0.0.1:8000" in trained
+
+
+def test_each_gpu_that_serves_has_a_server_unless_the_model_needs_more(tree: Path) -> None:
+    process = start(tree, 1, 0, SERVER_GPUS=4, GPUS_PER_SERVER="")
+    assert process.wait(30) == 0
+    lines = (tree / "served").read_text().splitlines()
+    served = sorted(line.replace("--vllm=", "").split() for line in lines if line != "ended")
+    assert [(line[0], line[line.index("--port") + 1]) for line in served] == [
+        ("gpus=4", "8000"),
+        ("gpus=5", "8001"),
+        ("gpus=6", "8002"),
+        ("gpus=7", "8003"),
+    ]
+    assert not any("--tensor-parallel-size" in line for line in served)
+    assert lines.count("ended") == 4, "all end with the training"
+    urls = ",".join(f"http://127.0.0.1:{port}" for port in range(8000, 8004))
+    assert f"grpo.server.url={urls} " in (tree / "trained").read_text()
+    refused = start(tree, 1, 0, SERVER_GPUS=4, GPUS_PER_SERVER=3)
+    assert refused.wait(30) == 2
+    assert refused.stderr is not None
+    assert "GPUS_PER_SERVER=3 does not divide the 4 GPUs that serve" in refused.stderr.read()
 
 
 def test_the_last_of_several_nodes_serves_until_the_training_has_ended(tree: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from fctune.base.distributed import World
-from fctune.base.errors import DataError
+from fctune.base.errors import ConfigError, DataError
 from fctune.config.schema import RunConfig
 from fctune.data.conversation import Conversation
 from fctune.engines.engine import Answer, AnswerTokens, PolicyEngine, Prompt
@@ -55,8 +56,11 @@ class Engine:
 class Tasks:
     """Tasks whose answers are rewarded by their sample; stops after ``limit`` answers until released."""
 
+    num_at_once: int | None = None
+
     def __init__(self, limit: int | None = None, name: str = "tasks"):
         self.asked: list[Request] = []
+        self.lock = threading.Lock()  # of the list
         self.name, self.limit = name, limit
         self.paused, self.released = threading.Event(), threading.Event()
 
@@ -71,10 +75,12 @@ class Tasks:
         prompts = [Prompt(Conversation(()), 8, ids=(1, 5), seed=one.seed) for one in requests]
         for request, one in zip(requests, engine.answer(prompts), strict=True):
             assert one.tokens is not None
-            if len(self.asked) == self.limit:
+            with self.lock:
+                self.asked.append(request)
+                is_over = self.limit is not None and len(self.asked) > self.limit
+            if is_over:
                 self.paused.set()
                 assert self.released.wait(60)
-            self.asked.append(request)
             reward = float(request.sample)
             ids, logprobs = one.tokens.ids, one.tokens.logprobs
             yield Rollout(
@@ -117,8 +123,11 @@ def run_steps(world: World, config: RunConfig, folder: Path) -> dict[str, Any]:
     first, _ = open_source(config, world, paused, folder / "first.jsonl")
     with first:
         digests = [first.take(step).step.data_digest for step in (1, 2)]
-        assert paused.paused.wait(60)
-        state = json.loads(json.dumps(first.state_at(2)))
+        state = first.state_at(2)
+        if is_ahead := config.grpo is not None and config.grpo.max_staleness > 0:
+            assert paused.paused.wait(60)
+            while len(list_kept(state := json.loads(json.dumps(first.state_at(2))))) < 2:
+                time.sleep(0.01)
         paused.released.set()
     resumed = Tasks()
     second, _ = open_source(config, world, resumed, folder / "second.jsonl")
@@ -136,18 +145,34 @@ def run_steps(world: World, config: RunConfig, folder: Path) -> dict[str, Any]:
     whole, _ = open_source(config, world, Tasks(), folder / "whole.jsonl")
     with whole:
         expected = [whole.take(step).step.data_digest for step in (1, 2, 3, 4)]
-    kept = [(row["case_id"], row["sample"]) for row in state["ahead"]["3"]]
+    logs = [
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("first", "second", "whole")
+    ]
     again = [(one.case_id, one.sample) for one in resumed.asked]
     return {
         "staleness": staleness,
         "num_asked": len(tasks.asked),
         "rows": rows,
-        "kept": kept,
-        "again": again[: 6 - len(kept)],
+        "kept": list_kept(state),
+        "again": again,
+        "is_ahead": is_ahead,
+        "trained": [identify(row) for row in (*logs[0], *logs[1])],
+        "whole": [identify(row) for row in logs[2]],
         "digests": digests,
         "expected": expected,
         "refusal": refusal,
     }
+
+
+def list_kept(state: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return the answers of a state that are in no batch yet."""
+    rows = [row for group in state["groups"] for row in group["rollouts"]]
+    return [(row["case_id"], row["sample"]) for row in rows if row is not None]
+
+
+def identify(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["case_id"], row["sample"], tuple(row["ids"]), row["reward"]
 
 
 def run_four_steps(world: World, config: RunConfig, folder: Path) -> list[float]:
@@ -180,6 +205,46 @@ def take_steps_in_process(world: World, config: RunConfig, folder: Path) -> list
         return kept
 
 
+def take_steps_with_a_slow_dialogue(world: World, config: RunConfig, folder: Path) -> tuple[list[int], list[int]]:
+    """Return the staleness of the steps that are taken while a dialogue runs, and the step and age of that dialogue."""
+    tasks, slow = Tasks(), TaskOrder([f"case {number}" for number in range(9)], config.seed).draw((0,), [1])[0][0]
+    play, released = tasks.play, threading.Event()
+
+    def play_slowly(engine: PolicyEngine, requests: Sequence[Request]) -> Iterator[Rollout]:
+        for rollout in play(engine, requests):
+            if (rollout.case_id, rollout.sample) == (slow.case_id, 0):
+                assert released.wait(60)
+            yield rollout
+
+    tasks.play = play_slowly  # type: ignore[method-assign]
+    source, _ = open_source(config, world, tasks, folder / "log.jsonl", has_shares=False)
+    with source:
+        first = [int(source.take(step).metrics["staleness"]) for step in (1, 2)]
+        timer = threading.Timer(0.3, released.set)
+        timer.start()
+        source.take(3)
+        assert released.is_set()
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if (row["case_id"], row["sample"]) == (slow.case_id, 0)]
+    return first, [row["step"], row["step"] - 1 - row["version"]]
+
+
+def take_a_step_that_fails(world: World, config: RunConfig, folder: Path) -> str:
+    tasks = Tasks()
+
+    def fail(engine: PolicyEngine, requests: Sequence[Request]) -> Iterator[Rollout]:
+        raise ConfigError("the shop is closed for today.")
+
+    tasks.play = fail  # type: ignore[method-assign]
+    source, _ = open_source(config, world, tasks, folder / "log.jsonl", has_shares=False)
+    with source:
+        try:
+            source.take(1)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
 def make_server_config(model: Path, folder: Path, staleness: int, shares: dict[str, float] | None = None) -> RunConfig:
     grpo = {"cases": "synthetic:train:9", "prompts_per_step": 3, "group_size": 2, "max_new_tokens": 8}
     return make_config(
@@ -206,14 +271,35 @@ def test_answers_are_at_most_as_stale_as_allowed(
     assert max(found) <= staleness
 
 
-def test_answers_that_a_checkpoint_holds_are_not_asked_again(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    config = make_server_config(make_model("llama"), tmp_path, 1, {"odd": 0.25})
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_answers_that_a_checkpoint_holds_are_not_asked_again(
+    staleness: int, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_server_config(make_model("llama"), tmp_path, staleness, {"odd": 0.25})
     found = run_ranks(run_steps, 1, config, tmp_path)[0]
-    assert found["staleness"] == [0, 1, 1, 1]
+    assert found["staleness"][0] == 0
+    assert max(found["staleness"]) == staleness
     counts = Counter((row["batch"], row["case_id"], row["sample"]) for row in found["rows"])
     assert set(counts.values()) == {1}
     assert len(found["rows"]) == found["num_asked"] == NUM_STEPS * 6, "nothing is asked beyond the last step"
-    assert len(found["kept"]) == 2
+    assert found["is_ahead"] == (staleness > 0)
+    assert len(found["kept"]) == 2 * staleness
     assert not {tuple(one) for one in found["kept"]} & {tuple(one) for one in found["again"]}
-    assert found["digests"] == found["expected"]
+    assert sorted(found["trained"]) == sorted(found["whole"]), "all answers of an uninterrupted run, each once"
+    if staleness == 0:
+        assert found["digests"] == found["expected"], "and in the same steps"
     assert "cases: was tasks, is others, category_shares: was {'odd': 0.25}, is None" in found["refusal"]
+
+
+def test_a_slow_dialogue_delays_no_step_before_it_would_be_too_old(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_server_config(make_model("llama"), tmp_path, 2)
+    first, waited = run_ranks(take_steps_with_a_slow_dialogue, 1, config, tmp_path)[0]
+    assert first == [0, 1], "of two steps, which did not wait"
+    assert waited == [3, 2], "of the step that waited for it, and its age"
+
+
+def test_the_error_of_a_thread_ends_the_step_that_waits(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    config = make_server_config(make_model("llama"), tmp_path, 1)
+    assert "closed for today" in run_ranks(take_a_step_that_fails, 1, config, tmp_path)[0]

@@ -126,18 +126,19 @@ def plan_rollouts(
         architecture: Sizes of the model.
         num_parameters: Its parameters.
         gpu: The GPUs.
-        num_gpus: GPUs that generate: of the server, or of all ranks in process, which do not share the weights.
+        num_gpus: GPUs that generate: of the servers, or of all ranks in process, which do not share the weights.
         pack_s: Seconds that training takes for one row of ``data.seq_len`` tokens.
         training_bytes: Memory of training on a rank between two steps.
     """
     if (section := config.rollouts) is None:
         return None
     is_server = section.engine == "server"
-    at_a_time = section.server.concurrency if section.server is not None else section.generation_batch_size * num_gpus
+    at_a_time = section.num_at_once if is_server else section.generation_batch_size * num_gpus
     num_answers = section.answers_per_batch
     concurrent = min(at_a_time, num_answers)
-    # In process each rank has all weights and its own answers; a server splits the weights.
-    weights = num_parameters * _WIDTH / (num_gpus if is_server else 1)
+    # In process each rank has all weights and its own answers; a server splits the weights over its GPUs.
+    num_replicas = num_gpus if section.server is None else min(num_gpus, len(section.server.urls))
+    weights = num_parameters * _WIDTH * num_replicas / num_gpus
     cache = concurrent * config.data.row_tokens * count_cache_bytes(architecture) / num_gpus
     # On average over an answer, half of its cache is there.
     read_s = (weights + cache / 2) / (gpu.memory_gb_s * 1e9)

@@ -65,7 +65,8 @@ class GRPOConfig(RolloutConfig):
     drop_flat_groups: bool = True
     """Drop groups whose answers all have the same reward, which teach nothing, and use further cases instead."""
     max_refills: Annotated[int, AT_LEAST_0] = 2
-    """Rounds of replacement cases per batch; after the last one, the batch is trained as it is."""
+    """Rounds of replacement cases per batch; after the last one, the batch is trained as it is. With batches ahead, a
+    round is `prompts_per_step` cases."""
     max_flat_batches: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 10
     """End the run after this many batches in a row without any group to learn from."""
     mask_cut: bool = True

@@ -33,23 +33,32 @@ _TASKS = re.compile(r"environment:(?P<names>[^,]+(?:,[^,]+)*):(?P<num_tasks>[1-9
 
 @dataclass(kw_only=True, slots=True)
 class ServerConfig:
-    """A vLLM server that generates; `fctune serve BASE --adapters RANK` starts one."""
+    """The vLLM servers that generate; `fctune serve BASE --adapters RANK` starts one."""
 
     url: str
-    """Address, with or without `/v1`. An API key is read from FCTUNE_API_KEY."""
+    """Address, with or without `/v1`, or several with commas between: servers of the same base, among which dialogues
+    are divided. An API key is read from FCTUNE_API_KEY."""
     publish_dir: Annotated[str | None, Null("`OUTPUT_DIR/policies`")] = None
     """Directory for each version's adapter, which trainer and server see under the same path."""
     served_model: Annotated[str | None, Null("the only one")] = None
     """Name of the base on the server."""
     concurrency: Annotated[int, AT_LEAST_1] = 64
-    """Largest number of requests in flight."""
+    """Largest number of requests in flight, on each server."""
     max_wait_s: Annotated[float, Range(gt=0)] = 1800.0
     """Seconds to wait for an unavailable server; then the run ends, and the same command resumes it."""
 
+    @property
+    def urls(self) -> list[str]:
+        """The addresses."""
+        return [url.strip() for url in self.url.split(",")]
+
     def check(self, where: str, problems: SectionProblems) -> None:
-        """Check the server's address."""
-        if (problem := find_address_problem(self.url, join_key(where, "url"))) is not None:
-            problems.add(("url",), problem)
+        """Check the servers' addresses."""
+        for url in self.urls:
+            if (problem := find_address_problem(url, join_key(where, "url"))) is not None:
+                problems.add(("url",), problem)
+        if len(set(self.urls)) < len(self.urls):
+            problems.add(("url",), f"{join_key(where, 'url')}={self.url}: names a server twice")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,7 +148,14 @@ class RolloutConfig:
     servers `economy` and `validity`, in verifiers environments and of agents `score`, and `random`. An agent's file
     has its limits."""
     max_staleness: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 1
-    """Batches that a server generates ahead of the one in training; 0: none. In process it is always 0."""
+    """Batches that a server generates ahead of the one in training, whose dialogues continue while policies change;
+    answers are at most this many batches old. 0: none, and a step waits for its slowest dialogue. In process it is
+    always 0."""
+
+    @property
+    def num_at_once(self) -> int:
+        """Dialogues that servers answer at a time."""
+        return 64 if self.server is None else self.server.concurrency * len(self.server.urls)
 
     def check(self, where: str, problems: SectionProblems) -> None:
         """Check that local cases exist, and that a server is named if one generates."""

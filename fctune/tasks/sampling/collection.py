@@ -1,7 +1,8 @@
 """Batches of rollouts: the order of cases, and groups of answers; groups that teach nothing are replaced by more cases.
 
-A batch depends only on its position in the list of cases and on the answers, so a resumed run rebuilds it from the
-answers in the checkpoint and generates only the missing ones.
+Cases are drawn in an order that does not depend on answers. Without batches ahead, neither does the composition of a
+batch on the order in which answers arrive. With some, a batch has the groups that were complete first, but each group
+is in time for its staleness; a resumed run continues with the groups and answers in the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -111,6 +113,12 @@ class TaskOrder:
         key = (self.seed, draw.number) if self.shares is None else (self.seed, name, draw.number)
         return [make_seed(*key, sample) for sample in range(num_samples)]
 
+    def make_requests(self, draw: Draw, num_samples: int) -> list[Request]:
+        """Return the requests of a drawn task; answers to it in a later pass have further numbers."""
+        first = draw.number // len(self._pools[draw.pool]) * num_samples
+        seeds = self.make_seeds(draw, num_samples)
+        return [Request(draw.case_id, first + sample, seed) for sample, seed in enumerate(seeds)]
+
     def _index_at(self, pool: int, number: int) -> int:
         size = len(self._pools[pool])
         epoch, index = divmod(number, size)
@@ -156,13 +164,13 @@ class RolloutBatch:
 
     Attributes:
         number: Position of the batch in the run, from 1.
-        start: Cases drawn of each pool before the batch, since the start of the run.
-        stop: Cases drawn of each pool up to its end.
+        start: Cases of each pool in the batches before, since the start of the run.
+        stop: Cases of each pool up to its end.
         groups: Groups to learn from.
         dropped: Groups with equal rewards, or with fewer than two answers.
-        num_rounds: Rounds of additional cases.
+        num_rounds: Rounds of additional cases; with batches ahead, as many as its answers would make.
         num_flat: Batches in a row, this one included, without a group to learn from.
-        seconds: Duration of generation and judging.
+        seconds: Seconds from the batch before, or from the first request, to the last answer of this one.
     """
 
     number: int
@@ -195,13 +203,39 @@ class RolloutBatch:
         return "; ".join(said) or None
 
 
+@dataclass(slots=True)
+class _Group:
+    """A drawn task whose answers are not in a batch yet.
+
+    Attributes:
+        draw: The task.
+        batch: Number of the next batch when it was asked.
+        rollouts: Its answers, None where one is missing.
+        is_dropped: It is complete and will not be trained.
+    """
+
+    draw: Draw
+    batch: int
+    rollouts: list[Rollout | None]
+    is_dropped: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return None not in self.rollouts
+
+    @property
+    def answers(self) -> list[Rollout]:
+        return [one for one in self.rollouts if one is not None]
+
+
 class RolloutCollector:
-    """Collects batches of rollouts.
+    """Draws groups and forms batches of them, for whoever generates the answers.
 
     Args:
         config: The section of the rollouts. In groups of one answer, nothing is compared, and none is flat.
         order: Order of the tasks, with the seeds of their answers.
-        play: Function that generates and rewards the answers to requests.
+        num_batches: Last batch of the run; nothing is asked for later ones. None: there is no last one.
+        num_ahead: Batches after the next that are asked for, too. A group is in one of these at the latest.
         log: Called with a line if all answers of the first batch, or of one after a batch to learn from, have one
             reward.
     """
@@ -210,71 +244,196 @@ class RolloutCollector:
         self,
         config: GRPOConfig | DistillConfig,
         order: TaskOrder,
-        play: Play,
+        num_batches: int | None = None,
+        num_ahead: int = 0,
         log: Callable[[str], None] = lambda line: None,
     ):
-        self._config, self._order, self._play, self._log = config, order, play, log
+        self._config, self._order, self._log = config, order, log
+        self._num_batches, self._num_ahead = num_batches, num_ahead
+        self._start = self._drawn = order.start
+        self._number = self._asked_for = 1  # the next batch; the one that was next when the policy was last updated
+        self._groups: list[_Group] = []  # in the order of their draws
+        self._missing: dict[tuple[str, int], tuple[_Group, int]] = {}
+        self._unasked: list[Request] = []  # of groups from a checkpoint
+        self._unchecked: list[Rollout] = []  # of complete groups, since it was last checked that answers arrive
+        self._num_rounds = -1
+        self._num_flat = self._num_flat_now = 0  # after the last batch, and with the rounds of the next
+        self._began = self._arrived = time.perf_counter()
 
-    def collect(self, number: int, start: Position, num_flat: int = 0, done: Iterable[Rollout] = ()) -> RolloutBatch:
-        """Return a batch with ``prompts_per_step`` groups, or fewer once ``max_refills`` is reached.
+    def state(self) -> dict[str, Any]:
+        """Return, ready for JSON, what ``restore`` continues with: positions, and the answers in no batch yet."""
+        groups = [
+            {
+                "pool": group.draw.pool,
+                "number": group.draw.number,
+                "batch": group.batch,
+                "rollouts": [None if one is None else one.to_json() for one in group.rollouts],
+            }
+            for group in self._groups
+        ]
+        return {"position": list(self._start), "num_flat": self._num_flat, "groups": groups}
 
-        A dropped group is replaced by a case of the same pool, so that the groups to learn from keep the pools' shares.
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; earlier versions have no groups, and their untrained answers are asked again."""
+        self._start = self._drawn = tuple(state["position"])
+        self._num_flat = self._num_flat_now = int(state["num_flat"])
+        for row in state.get("groups", ()):
+            position = tuple(row["number"] if pool == row["pool"] else 0 for pool in range(len(self._start)))
+            ((draw,), _) = self._order.draw(position, [int(pool == row["pool"]) for pool in range(len(position))])
+            self._add_group(draw, row["batch"])
+            for one in row["rollouts"]:
+                if one is not None:
+                    self._put(Rollout.from_json(one))
+            requests = self._order.make_requests(draw, self._config.group_size)
+            self._unasked += [one for one in requests if (one.case_id, one.sample) in self._missing]
+        self._drawn = self._add_counts(self._start, self._groups)
 
-        Args:
-            number: Number of the batch.
-            start: Cases drawn of each pool before it.
-            num_flat: Batches in a row before it that had nothing to learn from.
-            done: Answers to its requests from before a restart.
+    def update(self, number: int) -> None:
+        """Note that the policy was updated for batch ``number``, the next: more may be asked."""
+        if self._number != number or not self._groups:
+            self._began = time.perf_counter()
+        self._number = self._asked_for = number
+
+    def ask(self) -> list[Request]:
+        """Return the requests to send now: of the next batches, and in place of dropped groups."""
+        requests, self._unasked = self._unasked, []
+        if self._num_ahead == 0 and self._missing:  # so that replacements do not depend on who answers first
+            return requests
+        last = self._asked_for + self._num_ahead
+        last = last if self._num_batches is None else min(last, self._num_batches)
+        counts = [0] * len(self._start)
+        for number in range(self._number, last + 1):
+            for pool, count in enumerate(self._count_prompts(number)):
+                counts[pool] += count
+        for group in self._groups:
+            counts[group.draw.pool] -= not group.is_dropped
+        draws, self._drawn = self._order.draw(self._drawn, [max(0, count) for count in counts])
+        for draw in draws:
+            self._add_group(draw, self._asked_for)
+            requests += self._order.make_requests(draw, self._config.group_size)
+        self._num_rounds += bool(draws)
+        return requests
+
+    def add(self, rollout: Rollout) -> None:
+        """Take an answer to one of the requests.
 
         Raises:
             DataError: No answer arrives, every answer is empty, or too many batches in a row teach nothing.
         """
-        began = time.perf_counter()
-        config, batch = self._config, RolloutBatch(number, start, start)
-        known = {(one.case_id, one.sample): one for one in done}
-        asked: Counter[str] = Counter()
-        missing = self._order.count_prompts(number, config.prompts_per_step)
-        while True:
-            for pool, group in self._ask(batch, missing, asked, known):
-                is_dropped = self._is_dropped(group)
-                (batch.dropped if is_dropped else batch.groups).append(group)
-                missing[pool] -= not is_dropped
-            if not any(missing) or (batch.groups and batch.num_rounds >= config.max_refills):
-                break
-            if not batch.groups and batch.num_rounds >= config.max_refills:
-                num_flat += 1
-                self._check_flat(batch, num_flat)
-            batch.num_rounds += 1
+        group = self._put(rollout)
+        self._arrived = time.perf_counter()
+        if not group.is_complete:
+            return
+        self._unchecked += group.answers
+        is_round = len(self._unchecked) >= self._config.answers_per_batch if self._num_ahead else not self._missing
+        if is_round:
+            self._check_arrival()
+        self._check_rounds()
+
+    def take(self) -> RolloutBatch | None:
+        """Return the next batch, or None if answers are missing.
+
+        It has ``prompts_per_step`` groups, or fewer once ``max_refills`` is reached. A dropped group is replaced by a
+        case of the same pool, so that the groups to learn from keep the pools' shares.
+
+        Raises:
+            DataError: Too many batches in a row teach nothing.
+        """
+        if (self._num_ahead == 0 and self._missing) or not self._groups:
+            return None
+        counts = self._count_prompts(self._number)
+        chosen = [one for pool, count in enumerate(counts) for one in self._choose(pool, count)]
+        is_refilled = self._count_rounds() >= self._config.max_refills
+        if not chosen or (len(chosen) < sum(counts) and not is_refilled) or self._must_wait(chosen):
+            return None
+        ids = set(map(id, chosen))
+        groups = [group for group in self._groups if id(group) in ids]
+        dropped = [group for group in self._groups if group.is_dropped]
+        self._groups = [group for group in self._groups if id(group) not in ids and not group.is_dropped]
+        batch = RolloutBatch(self._number, self._start, self._add_counts(self._start, [*groups, *dropped]))
+        batch.groups, batch.dropped = [one.answers for one in groups], [one.answers for one in dropped]
+        batch.num_rounds = self._num_rounds
+        if self._num_ahead:
+            batch.num_rounds = (len(groups) + len(dropped) - 1) // self._config.prompts_per_step
+        batch.num_flat = self._num_flat_now
         # Flat groups are kept if drop_flat_groups is off.
-        if config.group_size > 1 and all(is_flat(group) for group in batch.groups):
-            num_flat += 1
-            self._check_flat(batch, num_flat)
+        if self._config.group_size > 1 and all(map(is_flat, batch.groups)):
+            batch.num_flat += 1
+            self._check_flat(batch, batch.num_flat)
         else:
-            num_flat = 0
-        batch.num_flat = num_flat
-        batch.seconds = time.perf_counter() - began
+            batch.num_flat = 0
+        batch.seconds = max(0.0, self._arrived - self._began)
+        self._start, self._num_flat, self._num_flat_now = batch.stop, batch.num_flat, batch.num_flat
+        self._number, self._num_rounds, self._began = self._number + 1, -1, time.perf_counter()
         return batch
 
-    def _ask(
-        self, batch: RolloutBatch, counts: Sequence[int], asked: Counter[str], known: dict[tuple[str, int], Rollout]
-    ) -> list[tuple[int, list[Rollout]]]:
-        """Return the groups of the next cases of each pool, with the pool's index.
+    def collect(self, number: int, play: Play) -> RolloutBatch:
+        """Return batch ``number`` with the answers that ``play`` generates to each round of requests.
 
-        When a case repeats within a batch, its samples are numbered on.
+        Raises:
+            DataError: As ``add``.
         """
-        size = self._config.group_size
-        groups: list[list[Request]] = []
-        draws, batch.stop = self._order.draw(batch.stop, counts)
-        for draw in draws:
-            first = asked[draw.case_id]
-            asked[draw.case_id] += size
-            seeds = self._order.make_seeds(draw, size)
-            groups.append([Request(draw.case_id, first + sample, seed) for sample, seed in enumerate(seeds)])
-        requests = [one for group in groups for one in group if (one.case_id, one.sample) not in known]
-        if requests:
-            known |= {(one.case_id, one.sample): one for one in self._play(requests)}
-        answered = [[known[one.case_id, one.sample] for one in group] for group in groups]
-        flat = [one for group in answered for one in group]
+        self.update(number)
+        while (batch := self.take()) is None:
+            requests = self.ask()
+            assert requests, "a batch is complete, or answers are missing"
+            for rollout in play(requests):
+                self.add(rollout)
+        return batch
+
+    def _add_group(self, draw: Draw, batch: int) -> _Group:
+        group = _Group(draw, batch, [None] * self._config.group_size)
+        self._groups.append(group)
+        for index, one in enumerate(self._order.make_requests(draw, self._config.group_size)):
+            self._missing[one.case_id, one.sample] = group, index
+        return group
+
+    def _put(self, rollout: Rollout) -> _Group:
+        group, index = self._missing.pop((rollout.case_id, rollout.sample))
+        group.rollouts[index] = rollout
+        group.is_dropped = group.is_complete and self._is_dropped(group.answers)
+        return group
+
+    def _count_prompts(self, batch: int) -> list[int]:
+        return self._order.count_prompts(batch, self._config.prompts_per_step)
+
+    def _add_counts(self, position: Position, groups: Iterable[_Group]) -> Position:
+        added = Counter(group.draw.pool for group in groups)
+        return tuple(count + added[pool] for pool, count in enumerate(position))
+
+    def _count_rounds(self) -> int:
+        """Return the rounds of further cases so far; with batches ahead, each ``prompts_per_step`` complete groups."""
+        if self._num_ahead == 0:
+            return self._num_rounds
+        return sum(group.is_complete for group in self._groups) // self._config.prompts_per_step - 1
+
+    def _choose(self, pool: int, count: int) -> list[_Group]:
+        """Return up to ``count`` groups to learn from, those asked first before others."""
+        ready = [one for one in self._groups if one.draw.pool == pool and one.is_complete and not one.is_dropped]
+        return sorted(ready, key=lambda group: group.batch)[:count]
+
+    def _must_wait(self, chosen: Sequence[_Group]) -> bool:
+        """Return True if the groups that are left could not all be trained in time."""
+        ids = set(map(id, chosen))
+        left = [group for group in self._groups if id(group) not in ids and not group.is_dropped]
+        room = [0] * len(self._start)
+        for number in range(self._number, self._number + self._num_ahead + 1):
+            if number > self._number:
+                room = [a + b for a, b in zip(room, self._count_prompts(number), strict=True)]
+            due = [group for group in left if self._find_last_batch(group) <= number]
+            for pool, most in enumerate(room):
+                of_pool = [group for group in due if group.draw.pool == pool]
+                if len(of_pool) > most and not all(group.is_complete for group in of_pool):
+                    return True
+        return False
+
+    def _find_last_batch(self, group: _Group) -> int:
+        last = group.batch + self._num_ahead
+        return last if self._num_batches is None else min(last, self._num_batches)
+
+    def _check_arrival(self) -> None:
+        """Check that answers arrive, and that they have tokens."""
+        flat, self._unchecked = self._unchecked, []
         if all(one.error is not None for one in flat):
             raise DataError(
                 f"none of {len(flat):,} answers arrived, for example {_show_failure(flat[0])}. Fix the cause and run "
@@ -285,7 +444,18 @@ class RolloutCollector:
                 f"none of {len(flat):,} answers has a generated token, for example that to {flat[0].case_id}. Check "
                 "the model and its chat template."
             )
-        return [(draw.pool, group) for draw, group in zip(draws, answered, strict=True)]
+
+    def _check_rounds(self) -> None:
+        """Count rounds without a group to learn from as flat batches, once further cases are used up."""
+        if (self._num_ahead == 0 and self._missing) or any(
+            group.is_complete and not group.is_dropped for group in self._groups
+        ):
+            return
+        num_flat = self._num_flat + max(0, self._count_rounds() - self._config.max_refills + 1)
+        if num_flat > self._num_flat_now:
+            self._num_flat_now = num_flat
+            dropped = [group.answers for group in self._groups if group.is_dropped]
+            self._check_flat(RolloutBatch(self._number, self._start, self._start, dropped=dropped), num_flat)
 
     def _is_dropped(self, group: Sequence[Rollout]) -> bool:
         num_answered, num_needed = sum(one.error is None for one in group), min(2, self._config.group_size)

@@ -18,7 +18,7 @@ from fctune.config.sections.rollouts import (
     parse_environments,
 )
 from fctune.data.chat_template import ChatTemplate
-from fctune.engines.policy_server import PolicyServer, ServerPatience
+from fctune.engines.policy_server import PolicyServer, PolicyServers, ServerPatience
 from fctune.tasks.environments.agent.task_file import read_agent_file
 from fctune.tasks.environments.agent.tasks import AgentTasks
 from fctune.tasks.environments.base import Split
@@ -130,11 +130,11 @@ def open_server_engine(
     is_resumed: bool = False,
     log: Callable[[str], None] = lambda line: None,
     section: str = "grpo",
-) -> PolicyServer:
-    """Connect to the server that a config names.
+) -> PolicyServer | PolicyServers:
+    """Connect to the servers that a config names.
 
     Args:
-        config: The server.
+        config: The servers.
         template: Chat template and tokenizer of the policy.
         output_dir: Directory of the run, which names its adapters on the server.
         temperature: Temperature of the answers.
@@ -147,21 +147,26 @@ def open_server_engine(
         ConfigError: No server answers, or it does not serve this model.
     """
     publish_dir = Path(config.publish_dir) if config.publish_dir is not None else output_dir / "policies"
-    return PolicyServer(
-        config.url,
-        publish_dir,
-        template,
-        temperature=temperature,
-        served_model=config.served_model,
-        run_id=str(output_dir.absolute()),
-        api_key=read_environment().get("FCTUNE_API_KEY") or None,
-        concurrency=config.concurrency,
-        min_positions=min_positions,
-        patience=ServerPatience(max_wait_s=config.max_wait_s),
-        is_resumed=is_resumed,
-        log=log,
-        key=f"{section}.server",
-    )
+    run_id = str(output_dir.absolute())
+    servers = [
+        PolicyServer(
+            url,
+            publish_dir,
+            template,
+            temperature=temperature,
+            served_model=config.served_model,
+            run_id=run_id if len(config.urls) == 1 else f"{run_id} {url}",
+            api_key=read_environment().get("FCTUNE_API_KEY") or None,
+            concurrency=config.concurrency,
+            min_positions=min_positions,
+            patience=ServerPatience(max_wait_s=config.max_wait_s),
+            is_resumed=is_resumed,
+            log=log,
+            key=f"{section}.server",
+        )
+        for url in config.urls
+    ]
+    return servers[0] if len(servers) == 1 else PolicyServers(servers)
 
 
 def load_training_suite(path: str, is_forced: bool = False, section: str = "grpo") -> Suite:

@@ -113,6 +113,7 @@ class AgentTasks(TaskSet):
         self._specs = {f"{name}/{task_id}": task for task_id, task in tasks.items()}
         self._scorer = Scorer(file.scorer)
         self._proxy: AgentProxy | None = None
+        self._opening = threading.Lock()  # of the proxy, which dialogues on several threads share
         self._warned: set[str] = set()
         self._is_over = threading.Event()
         self.num_at_once = file.concurrency
@@ -180,20 +181,21 @@ class AgentTasks(TaskSet):
             self._proxy = None
 
     def _open_proxy(self, engine: Engine) -> AgentProxy:
-        if self._proxy is None:
-            assert self._template is not None, "an agent's answers are kept as token ids"
-            file, limits = self._file, self._limits
-            self._proxy = AgentProxy(
-                engine,
-                self._template,
-                self._call_format,
-                SessionLimits(limits.max_new_tokens, limits.max_tokens, file.max_answers, file.max_generated),
-                name=file.model,
-                log=None if self._record is None else AnswerLog(self._record),
-                host=file.host,
-                concurrency=8 * file.concurrency,
-            )
-        return self._proxy
+        with self._opening:
+            if self._proxy is None:
+                assert self._template is not None, "an agent's answers are kept as token ids"
+                file, limits = self._file, self._limits
+                self._proxy = AgentProxy(
+                    engine,
+                    self._template,
+                    self._call_format,
+                    SessionLimits(limits.max_new_tokens, limits.max_tokens, file.max_answers, file.max_generated),
+                    name=file.model,
+                    log=None if self._record is None else AnswerLog(self._record),
+                    host=file.host,
+                    concurrency=8 * file.concurrency,
+                )
+            return self._proxy
 
     def _play_one(self, proxy: AgentProxy, request: Request) -> Rollout:
         task = self.open(request.case_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -84,10 +85,11 @@ class ToolServer:
 
     def begin(self, key: EpisodeKey) -> ServerRun:
         """Begin an episode: its session connects, or its process starts, in the background."""
-        while self._idle:
-            session = self._idle.pop()
-            if not session.is_over:
-                return ServerRun(self, session)
+        with suppress(IndexError):  # another thread may have taken the last one
+            while self._idle:
+                session = self._idle.pop()
+                if not session.is_over:
+                    return ServerRun(self, session)
         return ServerRun(self, self._open())
 
     def give_back(self, session: McpSession) -> None:
