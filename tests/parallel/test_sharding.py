@@ -109,19 +109,20 @@ def test_a_model_too_large_is_rejected_with_settings_that_would_fit(
 
 
 @pytest.mark.parametrize(
-    ("adapter", "experts", "setting"),
+    ("adapter", "stores_mxfp4", "setting"),
     [
-        (None, (), "an adapter instead of all weights, or an 8-bit optimizer"),
-        ("bf16", (), "adapter.base=nf4"),
-        ("nf4", (), None),
-        ("bf16", ("experts",), None),
+        (None, False, "an adapter instead of all weights, or an 8-bit optimizer"),
+        ("bf16", False, "adapter.base=nf4"),
+        ("nf4", False, None),
+        ("bf16", True, "adapter.base=mxfp4"),
+        ("mxfp4", True, None),
     ],
 )
 def test_smaller_weights_are_suggested_only_where_the_run_would_accept_them(
-    adapter: Any, experts: tuple[str, ...], setting: str | None
+    adapter: Any, stores_mxfp4: bool, setting: str | None
 ) -> None:
     config = SimpleNamespace(adapter=adapter and SimpleNamespace(base=adapter))
-    model = SimpleNamespace(architecture=SimpleNamespace(expert_names=experts))
+    model = SimpleNamespace(architecture=SimpleNamespace(stores_mxfp4=stores_mxfp4))
     assert suggest_smaller_weights(cast(Any, config), cast(Any, model)) == setting
 
 
