@@ -111,11 +111,11 @@ class AgentTasks(TaskSet):
         super().__init__(settings)
         self._file, self._log, self._record = file, log, record
         self._specs = {f"{name}/{task_id}": task for task_id, task in tasks.items()}
-        self._scorer = Scorer(file.scorer)
         self._proxy: AgentProxy | None = None
         self._opening = threading.Lock()  # of the proxy, which dialogues on several threads share
         self._warned: set[str] = set()
         self._is_over = threading.Event()
+        self._scorer = Scorer(file.scorer, self._is_over.is_set)
         self.num_at_once = file.concurrency
 
     @property
@@ -234,7 +234,7 @@ class AgentTasks(TaskSet):
     def _run_agent(self, task: AgentTask, url: str, key: str, model: str, directory: Path) -> Finished:
         given = json.dumps(task.fields, ensure_ascii=False)
         path = directory / "task.json"
-        path.write_text(given, encoding="utf-8")
+        path.write_text(given, encoding="utf-8", errors="replace")
         values = {"base_url": url, "model": model, "task_file": str(path), "episode_dir": str(directory)}
         environment = list_variables() | {
             "OPENAI_BASE_URL": url,
@@ -315,10 +315,11 @@ class Scorer:
 
     Args:
         config: The command or endpoint.
+        is_stopped: Returns True once no score is wanted any more; the command is killed then.
     """
 
-    def __init__(self, config: ScorerConfig):
-        self._config = config
+    def __init__(self, config: ScorerConfig, is_stopped: Callable[[], bool]):
+        self._config, self._is_stopped = config, is_stopped
         self._client = HttpClient("", None, RetryPolicy(max_attempts=3, timeout_s=config.timeout_s))
 
     def ask(self, episode: Mapping[str, Any], directory: Path) -> float:
@@ -343,7 +344,15 @@ class Scorer:
         given = json.dumps(episode, ensure_ascii=False).encode("utf-8", "replace")
         try:
             words = lead_group(fill_command(command, values))
-            done = run_command(words, given, timeout_s, environment, _MAX_OUTPUT_BYTES, keeps_end=True)
+            done = run_command(
+                words,
+                given,
+                timeout_s,
+                environment,
+                _MAX_OUTPUT_BYTES,
+                keeps_end=True,
+                is_stopped=self._is_stopped,
+            )
         except KeyError as error:
             raise TaskError(f"the scorer's command has {{{error.args[0]}}}, which the task lacks") from None
         except (OSError, ValueError) as error:
