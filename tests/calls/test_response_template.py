@@ -272,7 +272,7 @@ def exported(tmp_path: Path) -> Path:
 def make_planned(data: DataConfig | None = None, prepared: Any = None, **sections: Any) -> Any:
     """Return what the check reads of a run."""
     config = SimpleNamespace(
-        **{"data": data or DataConfig(), "gate": None, "eval": EvalConfig(), "grpo": None, **sections}
+        **{"data": data or DataConfig(), "gate": None, "eval": EvalConfig(), "rollouts": None, **sections}
     )
     return SimpleNamespace(
         model_dir=TINY_BASE, chat_template=None, config=config, data=SimpleNamespace(prepared=prepared)
@@ -307,13 +307,13 @@ def test_runs_on_verdicts_are_checked_with_the_cases_that_they_name(
 ) -> None:
     num_calls = write_cases(cases := tmp_path / "cases.jsonl")
     grpo = GRPOConfig(cases=str(cases))
-    assert check_response_template(make_planned(grpo=grpo), [exported])["read"] == num_calls
+    assert check_response_template(make_planned(rollouts=grpo), [exported])["read"] == num_calls
     fewer = write_cases(held_out := tmp_path / "held_out.jsonl", 10)
-    found = check_response_template(make_planned(grpo=grpo, eval=EvalConfig(cases=str(held_out))), [exported])
+    found = check_response_template(make_planned(rollouts=grpo, eval=EvalConfig(cases=str(held_out))), [exported])
     assert found["read"] == fewer, "cases that are not trained on come first"
     assert not caplog.text
     assert (
-        check_response_template(make_planned(grpo=GRPOConfig(cases="environment:files:10")), [exported])["calls"] == 0
+        check_response_template(make_planned(rollouts=GRPOConfig(cases="environment:files:10")), [exported])["calls"] == 0
     )
     assert "is not checked: no row is held out, and no cases are named" in caplog.text
 

@@ -17,7 +17,7 @@ from fctune.config.fields import iter_fields
 from fctune.config.loading import load_config
 from fctune.config.schema import RunConfig
 from fctune.config.sections.distill import DistillConfig, TeacherServerConfig
-from fctune.config.sections.rollouts import ServerConfig
+from fctune.config.sections.rollouts import JudgeConfig, ServerConfig
 from tests.conftest import ROOT
 
 SERVED = ("grpo.engine=server", "grpo.server.url=http://10.0.0.1:8000")
@@ -43,6 +43,7 @@ def test_a_run_resumes_with_another_value_of_the_annotated_keys_only() -> None:
     # No config has both sections; a key of a section that is missing would be another section.
     distill = DistillConfig(teacher_server=TeacherServerConfig(url="http://h"), server=ServerConfig(url="http://h"))
     saved["distill"] = dataclasses.asdict(distill)
+    saved["grpo"]["judge"] = dataclasses.asdict(JudgeConfig(url="http://h", rubric="Be brief."))
     for key in fields:
         *outer, name = key.split(".")
         sections = [".".join(outer[:end]) for end in range(1, len(outer) + 1)]
