@@ -312,9 +312,8 @@ def test_runs_on_verdicts_are_checked_with_the_cases_that_they_name(
     found = check_response_template(make_planned(rollouts=grpo, eval=EvalConfig(cases=str(held_out))), [exported])
     assert found["read"] == fewer, "cases that are not trained on come first"
     assert not caplog.text
-    assert (
-        check_response_template(make_planned(rollouts=GRPOConfig(cases="environment:files:10")), [exported])["calls"] == 0
-    )
+    planned = make_planned(rollouts=GRPOConfig(cases="environment:files:10"))
+    assert check_response_template(planned, [exported])["calls"] == 0
     assert "is not checked: no row is held out, and no cases are named" in caplog.text
 
 

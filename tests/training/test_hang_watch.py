@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import cast
 
