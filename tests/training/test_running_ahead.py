@@ -265,6 +265,18 @@ def test_only_fused_optimizers_can_skip_on_the_device() -> None:
     assert not can_skip_on_device(torch.optim.Adafactor(weights))
 
 
+def test_a_momentum_that_a_skipped_first_step_leaves_undefined_is_not_left_to_the_device() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    assert not can_skip_on_device(torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True))
+
+
+def test_an_optimizer_of_a_users_own_is_not_left_to_the_device() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    assert not can_skip_on_device(Own([torch.zeros(2, requires_grad=True)], fused=True))
+
+
 def test_a_guard_skips_what_is_not_finite_and_everything_after_the_last_allowed_step() -> None:
     good, bad = torch.tensor([[1.0, 2.0, 0.0, math.nan]]), torch.tensor([[1.0, math.inf, 0.0, 5.0]])
     guard = UpdateGuard(2, torch.device("cpu"))
