@@ -98,8 +98,8 @@ class TrainState:
     """Everything that a training step changes; a checkpoint saves all but ``gradient_sync`` and the two functions.
 
     ``settle`` waits for the results of steps that the device still computes and writes their metrics; it raises an
-    error if one ends the run. ``wait`` waits for those of the newest step alone, before something that takes long and is
-    not part of the step. The loop sets both.
+    error if one ends the run. ``wait`` waits for those of the newest step alone, before long work that is not part of
+    the step. The loop sets both.
     """
 
     model: CausalLM
