@@ -23,7 +23,7 @@ from fctune.config.sections.parallel import ActivationCheckpointingConfig, Paral
 from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.export import export_adapter, export_merged
-from fctune.models.frozen_experts import FrozenExperts, Mxfp4Experts, iter_frozen_experts
+from fctune.models.frozen_experts import FrozenExperts, Mxfp4Experts, Nf4Experts, iter_frozen_experts
 from fctune.models.frozen_linear import FrozenLinear
 from fctune.models.lora import apply_lora_, describe_adapters, find_frozen_experts, init_adapters_, is_adapter
 from fctune.models.precision import PrecisionPolicy
@@ -236,6 +236,13 @@ def test_experts_in_4_bits_count_as_the_weights_that_they_stand_for(bases: dict[
     warnings = [find_frozen_experts(load_model(path, replace(frozen, base=base))) for base in ("mxfp4", "bf16")]
     assert warnings[0] == warnings[1]
     assert warnings[0] is not None
+
+
+@pytest.mark.parametrize("kind", [Nf4Experts, Mxfp4Experts])
+def test_a_rank_without_experts_dequantises_none(kind: type[FrozenExperts]) -> None:
+    weight = kind(torch.empty(0, 96, 256, dtype=torch.bfloat16), is_transposed=kind is Mxfp4Experts)
+    weight.init_buffers_()  # type: ignore[operator]
+    assert weight.dequantized_weight().shape == (0, 96, 256)
 
 
 def test_answering_takes_the_memory_of_dequantised_experts(bases: dict[Any, Path]) -> None:
