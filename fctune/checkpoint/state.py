@@ -95,10 +95,11 @@ _METADATA_KEYS = ("step", "epoch", "world_size", "parallel", "tokens_total", "ba
 
 @dataclass(slots=True)
 class TrainState:
-    """Everything that a training step changes; all of it but ``gradient_sync`` and ``settle`` is saved in a checkpoint.
+    """Everything that a training step changes; a checkpoint saves all but ``gradient_sync`` and the two functions.
 
     ``settle`` waits for the results of steps that the device still computes and writes their metrics; it raises an
-    error if one ends the run. The loop sets it.
+    error if one ends the run. ``wait`` waits for those of the newest step alone, before long work that is not part of
+    the step. The loop sets both.
     """
 
     model: CausalLM
@@ -110,6 +111,7 @@ class TrainState:
     best: dict[str, Any] | None = None  # step and accuracy of the best evaluation, evaluations since
     timers: RunTimers = field(default_factory=RunTimers)
     settle: Callable[[], None] = lambda: None
+    wait: Callable[[], None] = lambda: None
 
 
 class DataCursor(Protocol):

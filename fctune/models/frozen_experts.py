@@ -289,9 +289,10 @@ def _unpack_nf4(
 ) -> Tensor:
     """Return experts in NF4, ``[experts, *sizes]``, by torchao's arithmetic."""
     num_experts, num_groups = factors.shape
-    grouped = scales.view(num_experts, num_groups, -1) / factors[..., None]
+    # A rank may have no expert, so no size can be left to ``view``.
+    grouped = scales.view(num_experts, num_groups, NF4_BLOCK // _NF4_SCALED) / factors[..., None]
     scalers = grouped.to(levels.dtype).flatten(1) + means
-    values = levels[codes.int()].view(num_experts, -1, _NF4_SCALED) * scalers[..., None]
+    values = levels[codes.int()].view(*scalers.shape, _NF4_SCALED) * scalers[..., None]
     return values.flatten(1)[:, : math.prod(sizes)].view(num_experts, *sizes).to(dtype)
 
 

@@ -151,10 +151,12 @@ def train(
             lr = float(state.scheduler.get_last_lr()[0])
             launched = _take_step(config, state, data, world, objective, callbacks, meter, guard, steps.settle)
             taken = _Taken(launched, data, lr, wait_s, started)
+            steps.begin(taken)
             if guard is None:
                 steps.read_(taken)
             taken.costs = {name: seconds for callback in callbacks for name, seconds in callback.step_costs().items()}
             if loader is not None and _is_validation_due(config, loader.prepared, state, is_last):
+                steps.wait()
                 started = time.perf_counter()
                 taken.metrics |= validate(config, state.model, objective, loader.prepared, world)
                 taken.metrics["validation_time_s"] = time.perf_counter() - started
@@ -176,7 +178,7 @@ def _can_run_ahead(config: RunConfig, state: TrainState, world: World) -> bool:
     is_offloaded = config.parallel.cpu_offload
     is_cuda = world.device.type == "cuda"
     # Rollouts are of the policy after each update, and take so long that nothing is gained.
-    return is_cuda and not is_offloaded and config.grpo is None and can_skip_on_device(state.optimizer)
+    return is_cuda and not is_offloaded and config.rollouts is None and can_skip_on_device(state.optimizer)
 
 
 def _max_nonfinite(config: RunConfig) -> int:
@@ -214,7 +216,7 @@ class _Taken:
 class _StepsUnderWay:
     """Steps whose metrics are not written yet, in order; at most one when the next is launched.
 
-    Sets ``state.settle``. Every rank settles at the same points.
+    Sets ``state.settle`` and ``state.wait``. Every rank settles at the same points.
     """
 
     def __init__(
@@ -224,7 +226,17 @@ class _StepsUnderWay:
         self._steps: deque[_Taken] = deque()
         self._num_nonfinite = 0  # in a row
         self._read_at = 0.0  # when the newest results were known
-        state.settle = self.settle
+        self._newest: _Taken | None = None
+        state.settle, state.wait = self.settle, self.wait
+
+    def begin(self, taken: _Taken) -> None:
+        """Note the step that was launched last, which is not complete yet."""
+        self._newest = taken
+
+    def wait(self) -> None:
+        """Wait for the results of the step that was launched last, so that its time ends before what follows."""
+        if self._newest is not None:
+            self._read_under_limit_(self._newest)
 
     def add(self, taken: _Taken) -> None:
         """Add a step that is complete but for its results."""
@@ -241,6 +253,12 @@ class _StepsUnderWay:
             self._state.timers.advance(taken.result.rank_0_s)
         return taken.result
 
+    def _read_under_limit_(self, taken: _Taken) -> StepResult:
+        with ExitStack() as waits:
+            for callback in self._callbacks:
+                waits.enter_context(callback.waiting(taken.data.step.step))
+            return self.read_(taken)
+
     def settle(self) -> None:
         """Wait for the results of all steps and write their metrics.
 
@@ -249,11 +267,7 @@ class _StepsUnderWay:
         """
         while self._steps:
             taken = self._steps.popleft()
-            step = taken.data.step.step
-            with ExitStack() as waits:
-                for callback in self._callbacks:
-                    waits.enter_context(callback.waiting(step))
-                result = self.read_(taken)
+            step, result = taken.data.step.step, self._read_under_limit_(taken)
             measured = self._meter.measure(taken.data, result, taken.lr, taken.wait_s, taken.elapsed_s, taken.costs)
             self._sinks.write(measured | dict(taken.data.metrics) | taken.metrics)
             self._num_nonfinite = 0 if result.is_applied else self._num_nonfinite + 1

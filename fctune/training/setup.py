@@ -50,7 +50,7 @@ from fctune.models.architecture import ALL_LINEAR
 from fctune.models.attention import activate_flash_attention_3, choose_attention_kernel
 from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
-from fctune.models.lora import apply_lora_, describe_adapters, find_frozen_experts
+from fctune.models.lora import apply_lora_, count_parameters, describe_adapters, find_frozen_experts
 from fctune.models.loss import chunk_rows
 from fctune.models.packing_proof import prove_packing
 from fctune.models.precision import check_device, choose_precision
@@ -421,7 +421,7 @@ def shard_and_load_(
     materialize_(model, world.device, config.parallel.cpu_offload)
     distributed.run_on_all_ranks(lambda: load_base_(model, model_dir, world=world))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters())
+    total = sum(count_parameters(model).values())
     logger.info(
         "model: %s parameters, %s trainable, %s, on %s x %d",
         f"{total:,}",

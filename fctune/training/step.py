@@ -24,6 +24,8 @@ from fctune.runs.metrics import SpanTimer
 from fctune.training.objective import Objective
 from fctune.training.prefetch import StepData, make_inputs
 
+# A user's optimizer may take ``found_inf`` otherwise.
+_SKIPPING_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _NUM_CHECKED = 3  # first numbers of a rank's results: loss, norm, and the routers' loss
 
 
@@ -70,7 +72,7 @@ class UpdateGuard:
 
     def __init__(self, limit: int, device: torch.device):
         self._limit = limit
-        self._num_in_row = torch.zeros((), device=device)
+        self._num_in_row = torch.zeros((), dtype=torch.float32, device=device)  # as the fused kernels read it
 
     def skip(self, rows: Tensor) -> Tensor:
         """Return 1.0 if the update is to be skipped, else 0.0, a scalar on the device.
@@ -87,10 +89,12 @@ class UpdateGuard:
 def can_skip_on_device(optimizer: Optimizer) -> bool:
     """Return whether an optimizer skips its update, state and all, where a tensor ``found_inf`` on the device is 1.
 
-    torch's fused optimizers do, for ``torch.amp.GradScaler``.
+    torch's fused optimizers do, for ``torch.amp.GradScaler``, except that SGD keeps a momentum of undefined numbers if
+    its first step is skipped (``_fused_sgd`` in torch 2.13).
     """
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
-    return is_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    return is_fused and not has_momentum and type(optimizer) in _SKIPPING_OPTIMIZERS
 
 
 class LaunchedStep:

@@ -23,14 +23,15 @@ from fctune.config.sections.parallel import ActivationCheckpointingConfig, Paral
 from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.export import export_adapter, export_merged
-from fctune.models.frozen_experts import FrozenExperts, Mxfp4Experts, iter_frozen_experts
+from fctune.models.frozen_experts import FrozenExperts, Mxfp4Experts, Nf4Experts, iter_frozen_experts
 from fctune.models.frozen_linear import FrozenLinear
-from fctune.models.lora import apply_lora_, describe_adapters, find_frozen_experts, init_adapters_
+from fctune.models.lora import apply_lora_, describe_adapters, find_frozen_experts, init_adapters_, is_adapter
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
 from fctune.parallel.layout import Hardware, choose_parallel_layout
 from fctune.parallel.sharding import shard_
+from fctune.tasks.evaluation.live import check_answering_memory
 from fctune.training.meter import count_flops
 from tests.models.expert_samples import draw_b_, draw_ids, quantize_to_mxfp4, save_base
 from tests.models.model_samples import load_model, load_reference
@@ -236,6 +237,23 @@ def test_experts_in_4_bits_count_as_the_weights_that_they_stand_for(bases: dict[
     warnings = [find_frozen_experts(load_model(path, replace(frozen, base=base))) for base in ("mxfp4", "bf16")]
     assert warnings[0] == warnings[1]
     assert warnings[0] is not None
+
+
+@pytest.mark.parametrize("kind", [Nf4Experts, Mxfp4Experts])
+def test_a_rank_without_experts_dequantises_none(kind: type[FrozenExperts]) -> None:
+    weight = kind(torch.empty(0, 96, 256, dtype=torch.bfloat16), is_transposed=kind is Mxfp4Experts)
+    weight.init_buffers_()  # type: ignore[operator]
+    assert weight.dequantized_weight().shape == (0, 96, 256)
+
+
+def test_answering_takes_the_memory_of_dequantised_experts(bases: dict[Any, Path]) -> None:
+    path = bases["nf4", "qwen3_moe"]
+    ours, plain = (load_model(path, replace(ADAPTER, base=base), torch.bfloat16) for base in ("nf4", "bf16"))
+    num_bytes = 2 * sum(p.numel() for name, p in plain.named_parameters() if not is_adapter(name))
+    for model in (ours, plain):
+        check_answering_memory(model, 0, num_bytes, "eval.every", "")
+        with pytest.raises(ConfigError, match=r"eval\.every: answering needs the complete model"):
+            check_answering_memory(model, 0, num_bytes - 1, "eval.every", "")
 
 
 def test_mxfp4_is_refused_where_no_checkpoint_stores_it(bases: dict[Any, Path], tmp_path: Path) -> None:

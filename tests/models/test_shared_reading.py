@@ -28,6 +28,7 @@ from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.layout import Hardware, choose_parallel_layout
 from fctune.parallel.sharding import shard_
+from tests.models.expert_samples import save_base
 from tests.ranks import run_ranks
 
 
@@ -238,6 +239,19 @@ def test_a_shard_that_one_rank_finds_damaged_ends_ranks_that_share_other_tensors
     messages = run_ranks(fail_on_one_rank, 2, tmp_path, "fsdp", "nf4", timeout_s=120)
     assert len(set(messages)) == 1
     assert "model.embed_tokens.weight holds NaN or infinity" in messages[0]
+
+
+def test_experts_that_one_rank_finds_damaged_end_ranks_that_share_other_tensors(tmp_path: Path) -> None:
+    # Ranks hold experts of their own, and share the 4-bit weights of linears, which are read after them.
+    sizes = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 96, "num_experts": 4}
+    path = save_base("qwen3_moe", tmp_path, **sizes)
+    tensors = load_file(path / "model.safetensors")
+    damaged = "model.layers.0.mlp.experts.3.down_proj.weight"
+    tensors[damaged][0, 0] = math.nan
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    messages = run_ranks(fail_on_one_rank, 2, path, "fsdp", "nf4", timeout_s=120)
+    assert len(set(messages)) == 1
+    assert f"{damaged} holds NaN or infinity" in messages[0]
 
 
 def fail_without_file(world: World, path: Path, elsewhere: Path) -> str:

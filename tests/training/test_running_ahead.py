@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -257,12 +258,56 @@ def test_a_step_reads_no_number_from_the_device_before_its_update_is_launched(
         assert [step["tolist"] for step in steps] == [1] * 3  # which shows that it would be found
 
 
+def train_with_slow_measurements(world: World, config: RunConfig, path: Path, runs_ahead: bool) -> list[dict[str, Any]]:
+    model, gradient_sync = build_trainable(config, world)
+    state, loader = start_state(model, config, 3, gradient_sync), build_loader(config, open_prepared(path))
+    recorder = Recorder()
+
+    def validate(*_: Any) -> dict[str, float]:
+        time.sleep(5)
+        return {}
+
+    class Evaluating(Callback):
+        def measure(self, step: int, is_last: bool) -> dict[str, Any]:
+            if step == 1:
+                state.wait()
+                time.sleep(5)
+            return {}
+
+    loop.validate = validate
+    train(config, state, loader, 3, world, SinkGroup(recorder), [Evaluating()], runs_ahead=runs_ahead)
+    return recorder.metrics
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_steps_time_is_without_validation_and_evaluation(
+    runs_ahead: bool, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_config(make_model(), tmp_path, precision="fp32", optimizer=FUSED, validation={"every": 2})
+    path = prepare(config.data, Path(config.model.path), tmp_path / "prepared").path
+    (metrics,) = run_ranks(train_with_slow_measurements, 1, config, path, runs_ahead)
+    assert [row["step"] for row in metrics if row.get("validation_time_s", 0) >= 5] == [2, 3]
+    assert max(row["step_time_s"] for row in metrics) < 5
+
+
 def test_only_fused_optimizers_can_skip_on_the_device() -> None:
     weights = [torch.zeros(2, requires_grad=True)]
     for optimizer in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         assert can_skip_on_device(optimizer(weights, lr=0.1, fused=True))
         assert not can_skip_on_device(optimizer(weights, lr=0.1))
     assert not can_skip_on_device(torch.optim.Adafactor(weights))
+
+
+def test_a_momentum_that_a_skipped_first_step_leaves_undefined_is_not_left_to_the_device() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    assert not can_skip_on_device(torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True))
+
+
+def test_an_optimizer_of_a_users_own_is_not_left_to_the_device() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    assert not can_skip_on_device(Own([torch.zeros(2, requires_grad=True)], fused=True))
 
 
 def test_a_guard_skips_what_is_not_finite_and_everything_after_the_last_allowed_step() -> None:

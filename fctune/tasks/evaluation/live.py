@@ -27,7 +27,7 @@ from fctune.data.chosen_template import ChosenTemplate
 from fctune.engines.local import LocalEngine
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import iter_merged
-from fctune.models.lora import is_adapter
+from fctune.models.lora import count_parameters, is_adapter
 from fctune.tasks.evaluation.run import ask_cases
 from fctune.tasks.evaluation.summary import tally_judgements
 from fctune.tasks.suite import Suite
@@ -161,7 +161,7 @@ def check_answering_memory(model: CausalLM, used_bytes: int, memory_bytes: int, 
     Raises:
         ConfigError: It does not fit.
     """
-    numel = sum(p.numel() for name, p in model.named_parameters() if not is_adapter(name))
+    numel = sum(size for name, size in count_parameters(model).items() if not is_adapter(name))
     needed, gib = numel * model.precision.compute_dtype.itemsize, 2**30
     if used_bytes + needed > memory_bytes:
         raise ConfigError(

@@ -34,6 +34,7 @@ class EvaluationCallback(Callback):
             return {}
         if not is_last and not self.evaluation.is_within_budget():
             return {"eval_skipped": "max_share_of_time"}
+        self.state.wait()
         metrics = self.evaluation.measure(self.state.model)
         best = self.state.best
         if best is None or metrics["eval_accuracy"] > best["accuracy"]:
