@@ -176,7 +176,7 @@ def _can_run_ahead(config: RunConfig, state: TrainState, world: World) -> bool:
     is_offloaded = config.parallel.cpu_offload
     is_cuda = world.device.type == "cuda"
     # Rollouts are of the policy after each update, and take so long that nothing is gained.
-    return is_cuda and not is_offloaded and config.grpo is None and can_skip_on_device(state.optimizer)
+    return is_cuda and not is_offloaded and config.rollouts is None and can_skip_on_device(state.optimizer)
 
 
 def _max_nonfinite(config: RunConfig) -> int:
