@@ -112,6 +112,7 @@ class TextJudge:
             model_option="grpo.judge.model",
         )
         self.concurrency = config.concurrency
+        self._slots = threading.BoundedSemaphore(config.concurrency)  # dialogues on many threads share the judge
         self._path, self._lock = folder / f"rank{rank:05d}.jsonl", threading.Lock()
         self._has_begun = False
         self._known: dict[str, Future[float]] = {}
@@ -153,9 +154,10 @@ class TextJudge:
                 return Opinion(None, exact, error=str(failure))
         num_tokens = 0
         try:
-            reply = self._engine.request(
-                Prompt(Conversation(messages), self._config.max_new_tokens, seed=0, schema=_SCHEMA)
-            )
+            with self._slots:
+                reply = self._engine.request(
+                    Prompt(Conversation(messages), self._config.max_new_tokens, seed=0, schema=_SCHEMA)
+                )
             num_tokens = (reply.num_prompt_tokens or 0) + (reply.num_tokens or 0)
             if reply.is_cut:
                 raise JudgeFailure(f"its reply has over {self._config.max_new_tokens:,} tokens")

@@ -45,7 +45,7 @@ from fctune.training.objective import Objective
 from fctune.training.planned_run import PlannedRun, TrainingData
 from fctune.training.prefetch import Inputs, StepData
 from fctune.training.recipe import FineTuning
-from fctune.training.reinforcement import PolicyTasks
+from fctune.training.reinforcement import PolicyTasks, check_served_adapters
 from fctune.training.rollout_source import RolloutSource
 from fctune.training.rollout_steps import TrainedRollout, make_step_data
 from fctune.training.setup import prepare_data
@@ -456,6 +456,15 @@ def to_rollout(prepared: PreparedSet, row: int) -> Rollout:
 
 class DistillTuning(FineTuning):
     """A run that learns from a teacher's distributions; a recipe adds which parameters train."""
+
+    def select_trainable_(self, model: CausalLM) -> None:
+        """Select what trains; a server's answers follow from no adapters on experts.
+
+        Raises:
+            ConfigError: A server generates, and adapters on experts or routers are selected, which it would ignore.
+        """
+        super().select_trainable_(model)
+        check_served_adapters(model, self.requested_config)
 
     def objective(self) -> DistillObjective:
         """Return the divergence from the teacher, whose weights are loaded here if it is in this process."""

@@ -188,6 +188,27 @@ def _open_tasks(
     return tasks, order, benchmark_of(suite)
 
 
+def check_served_adapters(model: CausalLM, config: RunConfig) -> None:
+    """Check that a server that generates a run's answers can serve the adapters of its model.
+
+    Raises:
+        ConfigError: They are on experts or routers, and the server would ignore them.
+    """
+    architecture, section = model.architecture, config.rollouts
+    if not architecture.expert_names or section is None or section.engine != "server":
+        return
+    name = section.section
+    linears = [one for one in architecture.resolve_adapter_modules(ALL_LINEAR) if one in architecture.linear_names]
+    if adapted := sorted({one.rpartition(".")[2] for one, _ in iter_adapted(model)}):
+        raise ConfigError(
+            f"{name}.engine=server: this model is a mixture of experts, and vLLM serves no adapters on experts and "
+            f"routers ({', '.join(adapted)}), so the answers would not be those of the policy in training. Set "
+            f"adapter.modules=[{', '.join(linears)}], which leaves the experts as they are, or "
+            f"{name}.engine=in_process, which answers with the merged weights."
+        )
+    logger.info("%s: the policy learns by its linears alone; the server answers with the experts of the base", name)
+
+
 class PolicyTuning(AdapterTuning):
     """A run that trains adapters on its own rewarded answers."""
 
@@ -203,20 +224,7 @@ class PolicyTuning(AdapterTuning):
             ConfigError: A server generates, and adapters on experts or routers are selected, which it would ignore.
         """
         super().select_trainable_(model)
-        architecture, config = model.architecture, self.requested_config
-        if not architecture.expert_names or config.grpo is None or config.grpo.engine != "server":
-            return
-        linears = [
-            name for name in architecture.resolve_adapter_modules(ALL_LINEAR) if name in architecture.linear_names
-        ]
-        if adapted := sorted({name.rpartition(".")[2] for name, _ in iter_adapted(model)}):
-            raise ConfigError(
-                f"grpo.engine=server: this model is a mixture of experts, and vLLM serves no adapters on experts and "
-                f"routers ({', '.join(adapted)}), so the answers would not be those of the policy in training. Set "
-                f"adapter.modules=[{', '.join(linears)}], which leaves the experts as they are, or "
-                "grpo.engine=in_process, which answers with the merged weights."
-            )
-        logger.info("grpo: the policy learns by its linears alone; the server answers with the experts of the base")
+        check_served_adapters(model, self.requested_config)
 
     def open_data(self) -> tuple[RunConfig, PolicyTasks]:
         """Return the config as it is, and the tasks of the ``grpo`` section."""

@@ -53,6 +53,17 @@ def test_a_policy_on_a_server_has_no_adapters_on_experts(base: Path, tmp_path: P
     assert "answers with the experts of the base" in served["out"] + served["err"]
 
 
+def test_a_distilled_model_on_a_server_has_no_adapters_on_experts(base: Path, tmp_path: Path) -> None:
+    words = ["--config", CONFIGS["lora"], f"output_dir={tmp_path / 'run'}", f"model.path={base}", "data.seq_len=512"]
+    words += ["data.sources=[]", "data.packed=true", "data.validation_share=0", "optimizer.lr=1e-4", *ADAPTER]
+    words += [f"distill={{teacher: {base}, cases: 'synthetic:train:4:1', max_new_tokens: 4}}"]
+    words += ["distill.engine=server", "distill.server.url=http://127.0.0.1:9"]
+    done = run_ranks(run_kind_on_rank, 1, words, "distill")[0]
+    assert done["code"] == 2, done
+    assert "distill.engine=server: this model is a mixture of experts" in done["err"]
+    assert "adapter.modules=[q_proj, k_proj, v_proj, o_proj]" in done["err"]
+
+
 @pytest.fixture(scope="module")
 def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of four steps on one rank."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,6 +119,33 @@ def test_the_judge_is_asked_only_for_answers_in_words_and_never_twice(template: 
     with serve_judge(grade) as log, open_tasks(template, log.url, tmp_path, *cases, agreement_share=0.0) as tasks:
         assert [one.reward for one in play(tasks, template, answer)][2] == 0.9
         assert log.bodies == []  # what followed the line that was cut off
+
+
+def test_dialogues_on_many_threads_keep_to_the_judges_concurrency(template: ChatTemplate, tmp_path: Path) -> None:
+    lock, now, most = threading.Lock(), 0, 0
+
+    def grade_slowly(body: dict[str, Any]) -> str:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.05)
+        with lock:
+            now -= 1
+        return grade(body)
+
+    cases = [make_case(number, f"Hello {number}?") for number in range(8)]
+    with serve_judge(grade_slowly) as log, open_tasks(template, log.url, tmp_path, *cases, concurrency=2) as tasks:
+
+        def play_one(case_id: str) -> Rollout:
+            engine = ScriptedEngine(template, lambda text: f"Ask {case_id}, please.")
+            (rollout,) = tasks.play(engine, [Request(case_id, 0, 0)])
+            return rollout
+
+        with ThreadPoolExecutor(8) as threads:
+            played = list(threads.map(play_one, tasks.ids))
+    assert [one.parts["judge"] for one in played] == [0.9] * 8
+    assert most == 2
 
 
 def test_another_rubric_or_question_is_judged_anew() -> None:

@@ -86,6 +86,7 @@ def test_an_agents_episodes_are_scored_and_have_the_tokens_that_were_recorded(
     assert [one.error for one in rollouts] == [None] * 4
     assert [one.category for one in rollouts] == ["even", "even", "odd", "odd"]
     assert all(one.version == 7 and not one.is_cut and not one.further for one in rollouts)
+    assert all(one.versions == (7, 7) for one in rollouts), "one of each answer"
     assert all(one.reward == one.parts["score"] > 0 for one in rollouts)
     record = read_record(tmp_path)
     for rollout in rollouts:
@@ -105,6 +106,13 @@ def test_an_agents_episodes_are_scored_and_have_the_tokens_that_were_recorded(
     assert [one.id for one in map(tasks.open, tasks.ids)] == ["agent/1", "agent/2"]
     again = play(open_tasks(), kind(template, talk))
     assert again == rollouts
+
+
+def test_no_agent_is_started_after_the_tasks_were_closed(open_tasks: Open, template: ChatTemplate) -> None:
+    tasks = open_tasks()
+    tasks.close()
+    with pytest.raises(ConfigError, match="the run has ended"):
+        play(tasks, ServerLikeEngine(template, talk))
 
 
 def test_parallel_and_forgetful_agents_have_several_sequences_in_one_episode(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fctune.base.errors import ConfigError
 from fctune.base.processes import Finished, lead_group, run_command
 from fctune.engines.engine import Engine
 from fctune.engines.http_client import HttpClient, RequestError, RetryPolicy, UnusableAnswer
@@ -175,13 +176,16 @@ class AgentTasks(TaskSet):
 
     def close(self) -> None:
         """Kill the agents that run, and stop the proxy."""
-        self._is_over.set()
-        if self._proxy is not None:
-            self._proxy.close()
-            self._proxy = None
+        with self._opening:
+            self._is_over.set()
+            proxy, self._proxy = self._proxy, None
+        if proxy is not None:
+            proxy.close()
 
     def _open_proxy(self, engine: Engine) -> AgentProxy:
         with self._opening:
+            if self._is_over.is_set():
+                raise ConfigError("the run has ended, so no further agent is started.")
             if self._proxy is None:
                 assert self._template is not None, "an agent's answers are kept as token ids"
                 file, limits = self._file, self._limits
@@ -219,7 +223,9 @@ class AgentTasks(TaskSet):
                 episode.tokens = sequences[0]
             rollout = self._reward(episode)
             if rollout.error is None:
-                rollout = replace(rollout, further=tuple(sequences[1:]))
+                assert task.run is not None
+                versions = tuple(answer.version for answer in task.run.answers)
+                rollout = replace(rollout, further=tuple(sequences[1:]), versions=versions)
             session.record_end(
                 task=request.case_id,
                 sample=request.sample,
