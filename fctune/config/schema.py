@@ -147,6 +147,9 @@ class RunConfig:
     """Recomputation of activations."""
     compile: Annotated[bool, MAY_CHANGE] = False
     """Compile the blocks with torch.compile, by Inductor or the backend in TORCH_COMPILE_BACKEND."""
+    run_ahead: Annotated[bool, MAY_CHANGE] = False
+    """On CUDA, start a step before the results of the one before are read, where the optimizer is a fused one of torch,
+    without rollouts and `parallel.cpu_offload`. Not yet measured on a GPU."""
     checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     resume: Annotated[str, MAY_CHANGE] = "auto"

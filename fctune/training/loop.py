@@ -126,7 +126,8 @@ def train(
         objective: Computes the loss; None is that of supervised tokens.
         source: Where the data of the steps comes from; None prefetches the loader's.
         runs_ahead: Start each step before the results of the one before are known, which takes an optimizer that
-            ``can_skip_on_device``. None: on CUDA devices, where the data does not depend on the policy.
+            ``can_skip_on_device``. None: with the config's ``run_ahead``, on CUDA devices, where the data does not
+            depend on the policy.
 
     Raises:
         NonFiniteError: A step was not finite and ``on_nonfinite`` is stop.
@@ -135,7 +136,7 @@ def train(
     state.model.train()
     state.timers.start(num_steps, distributed.run_on_rank_0(time.monotonic))
     if runs_ahead is None:
-        runs_ahead = _can_run_ahead(config, state, world)
+        runs_ahead = config.run_ahead and _can_run_ahead(config, state, world)
     guard = UpdateGuard(_max_nonfinite(config), world.device) if runs_ahead else None
     if source is None:
         assert loader is not None

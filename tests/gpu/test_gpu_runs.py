@@ -148,6 +148,7 @@ def train_without_waits(world: World, config: RunConfig, path: Path) -> None:
 def test_the_host_waits_nowhere_in_a_step(mode: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
     optimizer = {"_component_": "torch.optim.AdamW", "lr": 1e-3, "fused": True}
     changes = {"precision": "bf16", "optimizer": optimizer, "validation": {"every": 0}, "parallel": {"mode": mode}}
+    changes |= {"run_ahead": True}
     config = make_config(make_model(), tmp_path, data={"packed": True}, **changes)
     path = prepare(config.data, Path(config.model.path), tmp_path / "prepared").path
     run_ranks(train_without_waits, torch.cuda.device_count(), config, path)
