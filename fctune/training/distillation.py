@@ -463,7 +463,7 @@ class DistillTuning(FineTuning):
         Raises:
             ConfigError: A server generates, and adapters on experts or routers are selected, which it would ignore.
         """
-        super().select_trainable_(model)
+        super().select_trainable_(model)  # type: ignore[safe-super]  # that of the recipe's other base
         check_served_adapters(model, self.requested_config)
 
     def objective(self) -> DistillObjective:
