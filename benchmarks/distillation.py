@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = read_results(arguments.out, arguments.split)
     print("\n".join(format_results(results)))
     if arguments.results is not None:
-        record = {"date": datetime.date.today().isoformat(), "machine": describe_machine()}
+        record: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": describe_machine()}
         record |= {"steps": arguments.steps, "teacher_steps": arguments.teacher_steps, arguments.split: results}
         arguments.results.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -33,6 +33,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import HashStore
 
 from fctune.base.distributed import World
 from fctune.config.loading import load_config
@@ -185,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--torch", action="store_true", help="train with matrix products in this process")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     runs = []
     for staleness in arguments.staleness:
         runs.append(measure(arguments, staleness))
@@ -234,7 +235,7 @@ def _run(arguments: argparse.Namespace, staleness: int, urls: Sequence[str], fol
     engine = open_server_engine(config.grpo.server, template, folder)
     source = RolloutSource(
         *(config, tasks, TaskOrder(tasks.ids, config.seed), engine, World(0, 1, 0, torch.device("cpu"))),
-        *(lambda lengths: make_bounds(lengths, "sdpa"), lambda version: engine.publish(policy, version)),
+        *(lambda lengths: make_bounds(lengths, "per_document"), lambda version: engine.publish(policy, version)),
         log=folder / "rollouts.jsonl",
         num_steps=arguments.steps,
         is_shared=True,
