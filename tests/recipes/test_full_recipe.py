@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -66,8 +67,9 @@ def test_metrics_account_for_time_and_tokens(tmp_path: Path) -> None:
     assert run_ranks(run_kind_on_rank, 2, arguments_for(tmp_path, "max_steps=3", kind="full"), "full")[0]["code"] == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert "compute_time_s" not in lines[0]  # each step reports the previous one
-    for line in lines[1:]:
-        assert 0 < line["compute_time_s"] < line["step_time_s"] + lines[0]["step_time_s"]
+    for before, line in itertools.pairwise(lines):
+        # Of the slower rank; the other one, whose step times these are, may have waited for it in the next step.
+        assert 0 < line["compute_time_s"] < before["step_time_s"] + line["step_time_s"]
         assert line["compute_skew"] >= 1
         assert line["slowest_rank"] in (0, 1)
     for line in lines:
