@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from dataclasses import dataclass
@@ -161,3 +162,9 @@ def is_never(value: int | str) -> bool:
         return parse_interval(value).is_never
     except ValueError:
         return False
+
+
+def is_in_share(text: str, share: float) -> bool:
+    """Return True for a share of all texts, by a hash, so that a text is always on the same side."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -19,6 +19,8 @@ from fctune.config.parsing import parse_dataclass, shorten
 from fctune.config.schema import RunConfig
 from fctune.config.shipped import find_shipped_config, list_shipped_configs, list_sizes, resolve_shipped_path
 from fctune.config.yaml_text import MAX_CHARS, parse_yaml
+
+T = TypeVar("T")
 
 _MAX_PROBLEMS = 100  # in a report
 _MAX_PROBLEM_CHARS = 1000
@@ -108,6 +110,26 @@ def parse_config(raw: dict[str, Any], problems: list[str]) -> RunConfig | None:
         raw = raw | {"model": model | {"path": resolve_shipped_path(model["path"])}}
     config: RunConfig | None = parse_dataclass(RunConfig, raw, "", problems, find_key)
     return config
+
+
+def read_dataclass(cls: type[T], path: str | Path, find_problems: Callable[[T], list[str]] = lambda read: []) -> T:
+    """Read a YAML file of a dataclass, and check it.
+
+    Args:
+        cls: The dataclass.
+        path: The file.
+        find_problems: Returns what is wrong with values that are right by themselves.
+
+    Raises:
+        ConfigError: It cannot be read, or values are missing or wrong, all of which are reported.
+    """
+    path, problems = Path(path), list[str]()
+    read: T | None = parse_dataclass(cls, read_yaml_mapping(path), "", problems)
+    if read is not None and not problems:
+        problems = find_problems(read)
+    if problems or read is None:
+        raise ConfigError(format_problems(str(path), problems))
+    return read
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from fctune.base.errors import ConfigError
 from fctune.base.json_reader import ParseError, decode_json
+from fctune.config.intervals import is_in_share
 from fctune.config.loading import read_environment
 from fctune.config.sections.rollouts import JudgeConfig
 from fctune.data.conversation import Conversation, Message, to_encodable
@@ -127,8 +128,7 @@ class TextJudge:
 
     def is_compared(self, case_id: str, text: str) -> bool:
         """Return True for the share of answers with an exact verdict that are scored to compare both."""
-        digest = hashlib.blake2b(f"{case_id} {text}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self._config.agreement_share * 2**64
+        return is_in_share(f"{case_id} {text}", self._config.agreement_share)
 
     def ask(self, conversation: Conversation, answer: str, exact: bool | None = None) -> Opinion:
         """Return the judge's opinion of an answer; one that fails has an ``error``.

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from fctune.base.errors import ConfigError, DataError
+from fctune.base.errors import DataError
 from fctune.config.fields import AT_LEAST_1, Range
-from fctune.config.loading import format_problems, read_yaml_mapping
-from fctune.config.parsing import parse_dataclass, suggest
+from fctune.config.loading import read_dataclass
+from fctune.config.parsing import suggest
 from fctune.config.server_address import find_address_problem
 
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -116,12 +116,7 @@ def read_agent_file(path: str | Path) -> tuple[AgentFile, dict[str, dict[str, An
         ConfigError: It cannot be read, or values are missing or wrong, all of which are reported.
         DataError: The tasks cannot be read.
     """
-    path, problems = Path(path), list[str]()
-    read: AgentFile | None = parse_dataclass(AgentFile, read_yaml_mapping(path), "", problems)
-    if read is not None and not problems:
-        problems = read.find_problems()
-    if problems or read is None:
-        raise ConfigError(format_problems(str(path), problems))
+    read = read_dataclass(AgentFile, path, AgentFile.find_problems)
     return read, _read_tasks(read)
 
 

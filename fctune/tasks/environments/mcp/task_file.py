@@ -10,16 +10,14 @@ facts: [blue, 30]
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from fctune.base.errors import ConfigError
 from fctune.config.fields import AT_LEAST_1, SHARE
-from fctune.config.loading import format_problems, read_yaml_mapping
-from fctune.config.parsing import parse_dataclass
+from fctune.config.intervals import is_in_share
+from fctune.config.loading import read_dataclass
 from fctune.data.conversation import Call
 from fctune.engines.mcp_client import STDIO
 from fctune.tasks.environments.base import Split
@@ -124,9 +122,7 @@ class TaskFile:
         }
 
     def _find_split(self, task: McpTaskSpec) -> Split:
-        digest = hashlib.blake2b(task.question.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        drawn: Split = "test" if int.from_bytes(digest, "big") < self.test_share * 2**64 else "train"
-        return task.split or drawn
+        return task.split or ("test" if is_in_share(task.question, self.test_share) else "train")
 
     def find_problems(self) -> list[str]:
         """Return what is wrong with the tasks."""
@@ -153,10 +149,4 @@ def read_task_file(path: str | Path) -> TaskFile:
     Raises:
         ConfigError: It cannot be read, or values are missing or wrong, all of which are reported.
     """
-    path, problems = Path(path), list[str]()
-    read: TaskFile | None = parse_dataclass(TaskFile, read_yaml_mapping(path), "", problems)
-    if read is not None and not problems:
-        problems = read.find_problems()
-    if problems or read is None:
-        raise ConfigError(format_problems(str(path), problems))
-    return read
+    return read_dataclass(TaskFile, path, TaskFile.find_problems)

@@ -23,9 +23,9 @@ from typing import Annotated, Any, ClassVar
 
 from fctune.base.errors import ConfigError
 from fctune.base.processes import Child
-from fctune.config.fields import AT_LEAST_1, SHARE, Range
-from fctune.config.loading import format_problems, read_yaml_mapping
-from fctune.config.parsing import parse_dataclass
+from fctune.config.fields import AT_LEAST_1, SHARE, Range, SectionProblems
+from fctune.config.intervals import is_in_share
+from fctune.config.loading import read_dataclass
 from fctune.config.sections.rollouts import DialogueConfig
 from fctune.data.conversation import Conversation, Message
 from fctune.data.sources.defects import RowError
@@ -68,6 +68,12 @@ class VerifiersFile:
     solved_at: Annotated[float, Range()] = 1.0
     concurrency: Annotated[int, AT_LEAST_1] = 16
 
+    def check(self, where: str, problems: SectionProblems) -> None:
+        """Check that the environment's config names a taskset."""
+        taskset = self.env.get("taskset")
+        if not (isinstance(taskset, dict) and isinstance(taskset.get("id"), str)):
+            problems.add(("env",), "env.taskset.id: missing; name an installed taskset, or a module next to this file")
+
 
 def read_verifiers_file(path: str | Path) -> VerifiersFile:
     """Read a file that names an environment.
@@ -75,14 +81,7 @@ def read_verifiers_file(path: str | Path) -> VerifiersFile:
     Raises:
         ConfigError: It cannot be read, or values are missing or wrong, all of which are reported.
     """
-    path, problems = Path(path), list[str]()
-    read: VerifiersFile | None = parse_dataclass(VerifiersFile, read_yaml_mapping(path), "", problems)
-    taskset = {} if read is None else read.env.get("taskset")
-    if read is not None and not (isinstance(taskset, dict) and isinstance(taskset.get("id"), str)):
-        problems.append("env.taskset.id: missing; name an installed taskset, or a module next to this file")
-    if problems or read is None:
-        raise ConfigError(format_problems(str(path), problems))
-    return read
+    return read_dataclass(VerifiersFile, path)
 
 
 class VerifiersHost:
@@ -292,7 +291,7 @@ class VerifiersTasks(TaskSet):
         self._numbers = {
             f"{host.name}/{split}/{number}": number
             for number, text in enumerate(texts)
-            if (_draw(text) < file.test_share) == (split == "test")
+            if is_in_share(text, file.test_share) == (split == "test")
         }
         if not self._numbers:
             raise ConfigError(f"{host.name}: no task is in {split}. Change test_share, or raise num_tasks.")
@@ -441,9 +440,3 @@ def _to_wire(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _draw(text: str) -> float:
-    """Return a number from 0 to 1 that depends on a text alone."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
