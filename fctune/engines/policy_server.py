@@ -13,6 +13,7 @@ import secrets
 import shutil
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
@@ -34,6 +35,7 @@ from fctune.engines.server_answers import TokenLimits, count_vocabulary, read_co
 _PROBE = 'Where is "Köln", 12.50 °C?\n\t{"city": [1, true]} <|x|> 北京 🎉'
 # Times that one request may fail, each after all of its attempts, on a server that is up.
 _MAX_FAILURES = 3
+_MAX_DIALOGUES = 10_000  # whose servers are remembered
 # HTTP statuses of a server that is starting or ending, or of a proxy without one behind it.
 _UNAVAILABLE = (502, 503, 504)
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -449,8 +451,8 @@ class PolicyServers:
     def __init__(self, servers: Sequence[PolicyServer]):
         self._servers = list(servers)
         self._num_requests = [0] * len(servers)
-        self._lock = threading.Lock()  # of the numbers
-        self._last = threading.local()  # dialogue and server of a thread's last prompt
+        self._lock = threading.Lock()  # of the numbers and the dialogues
+        self._of_dialogue: OrderedDict[tuple[str, int], int] = OrderedDict()  # the newest last
 
     @property
     def version(self) -> int:
@@ -488,15 +490,15 @@ class PolicyServers:
 
     def _choose(self, dialogue: tuple[str, int]) -> int:
         """Return the index of the server to ask, and count the request."""
-        last = getattr(self._last, "value", None)
         with self._lock:
-            if last is not None and last[0] == dialogue:
-                server: int = last[1]
-            else:
+            server = self._of_dialogue.pop(dialogue, None)
+            if server is None:
                 order = range(len(self._servers))
                 server = min(order, key=lambda one: (self._servers[one].is_lost, self._num_requests[one]))
+            self._of_dialogue[dialogue] = server
+            if len(self._of_dialogue) > _MAX_DIALOGUES:
+                self._of_dialogue.popitem(last=False)
             self._num_requests[server] += 1
-        self._last.value = dialogue, server
         return server
 
 

@@ -475,6 +475,10 @@ def test_several_servers_share_dialogues_which_stay_where_they_began(
     assert {(one.error, one.version) for one in answers} == {(None, 1)}
     asked = [sum(path == "/v1/completions" for path, _ in server.requests) for server in servers]
     assert sum(asked) == 8 * len(PROMPTS)
+    with ThreadPoolExecutor(1) as thread:  # as agents ask, whose requests have no thread of their own
+        thread.submit(talk, 3).result()
+    again = [sum(path == "/v1/completions" for path, _ in server.requests) for server in servers]
+    assert sorted(after - before for before, after in zip(asked, again, strict=True)) == [0, len(PROMPTS)]
     assert min(asked) > 0
     assert all(count % len(PROMPTS) == 0 for count in asked), "no dialogue changes its server"
     assert engine.describe()["url"] == urls

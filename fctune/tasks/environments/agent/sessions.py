@@ -98,7 +98,7 @@ class AnswerLog:
         self._path, self._lock, self._file = path, threading.Lock(), -1
 
     def write(self, session: str, event: str, **values: Any) -> None:
-        """Append an event."""
+        """Append an event of a session, with its values."""
         line = json.dumps({"episode": session, "event": event, "time": round(time.time(), 3), **values}) + "\n"
         with self._lock:
             if self._file < 0:
@@ -331,7 +331,7 @@ class AgentSession:
                 code="context_length_exceeded",
             )
         prompt = Prompt(
-            conversation,
+            replace(conversation, source=self.id),  # so that an episode stays with one of several servers
             min(room, request.max_new_tokens or room),
             ids=ids,
             seed=self._make_seed(ids),
