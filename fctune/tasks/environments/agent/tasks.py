@@ -179,6 +179,7 @@ class AgentTasks(TaskSet):
         with self._opening:
             self._is_over.set()
             proxy, self._proxy = self._proxy, None
+        self._scorer.stop()
         if proxy is not None:
             proxy.close()
 
@@ -327,6 +328,10 @@ class Scorer:
     def __init__(self, config: ScorerConfig, is_stopped: Callable[[], bool]):
         self._config, self._is_stopped = config, is_stopped
         self._client = HttpClient("", None, RetryPolicy(max_attempts=3, timeout_s=config.timeout_s))
+
+    def stop(self) -> None:
+        """Start no further attempt at an endpoint."""
+        self._client.stop()
 
     def ask(self, episode: Mapping[str, Any], directory: Path) -> float:
         """Return the score of an episode, from 0 to 1.

@@ -103,7 +103,7 @@ class VerifiersHost:
 
     def __init__(self, path: Path, file: VerifiersFile, config: DialogueConfig):
         self.name, self.limits, self._file, self._folder = path.stem, config, file, str(path.parent.absolute())
-        self._lock, self._next_episode = threading.Lock(), 0
+        self._lock, self._next_episode, self._is_closed = threading.Lock(), 0, False
         self._process: _Process | None = None
         try:
             self.prompts = self._ensure_process().prompts
@@ -117,21 +117,25 @@ class VerifiersHost:
         """Begin an episode in the background.
 
         Raises:
-            TaskError: The process died, and does not start again.
+            TaskError: The process died, and does not start again, or the environment is closed.
         """
         with self._lock:
+            if self._is_closed:
+                raise TaskError(f"environment {self.name}: the run has ended")
             process = self._ensure_process()
             self._next_episode += 1
             run = VerifiersRun(self, process, self._next_episode)
             process.replies[run.number] = run.replies
+        if process.is_over:  # it may have told all who waited before
+            run.replies.put({"error": "its process has ended"})
         process.send({"do": "start", "episode": run.number, "task": task})
         return run
 
     def close(self) -> None:
-        """End the process, and with it every episode."""
-        if self._process is not None:
-            self._process.end()
-            self._process = None
+        """End the process, and with it every episode; none begins any more."""
+        self._is_closed = True  # without the lock, which a start of the process holds
+        if (process := self._process) is not None:
+            process.end()
 
     def _ensure_process(self) -> _Process:
         if self._process is None or self._process.is_over:
@@ -145,6 +149,8 @@ class VerifiersHost:
             paths = [self._folder, *filter(None, [variables.get("PYTHONPATH")])]
             variables["PYTHONPATH"] = os.pathsep.join(paths)
             self._process = _Process(self.name, file.python or sys.executable, arguments, variables)
+            if self._is_closed:  # meanwhile
+                self._process.end()
         return self._process
 
 
