@@ -136,7 +136,7 @@ class _TalkTask(Task):
         self.id = f"talk {number}"
 
     def start(self) -> TaskState:
-        """Begin a dialogue."""
+        """Return the state before the first answer."""
         return _Talk(self.id)
 
 
@@ -156,7 +156,7 @@ class TalkTasks(TaskSet):
         return list(self._tasks)
 
     def digest(self) -> str:
-        """Return a constant."""
+        """Return a name that stands for all tasks."""
         return "talk"
 
     def open(self, task_id: str) -> Task:
@@ -164,7 +164,7 @@ class TalkTasks(TaskSet):
         return self._tasks[task_id]
 
     def score(self, episode: Episode) -> Mapping[str, float]:
-        """Decide by chance."""
+        """Return whether the task is solved, by chance."""
         return {"solved": float(_draw(episode.steps[-1].answer.text, 5) < 2)}
 
 

@@ -212,7 +212,7 @@ class Architecture(ABC):
 
     @property
     def stores_mxfp4(self) -> bool:
-        """Whether the model's checkpoint stores its experts in MXFP4, which ``adapter.base`` can keep."""
+        """True if the model's checkpoint stores its experts in MXFP4, which ``adapter.base`` can keep."""
         return False
 
     def resolve_adapter_modules(self, modules: Sequence[str] | str) -> tuple[str, ...]:

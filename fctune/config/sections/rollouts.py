@@ -49,7 +49,7 @@ class ServerConfig:
 
     @property
     def urls(self) -> list[str]:
-        """The addresses."""
+        """Addresses of the servers."""
         return [url.strip() for url in self.url.split(",")]
 
     def check(self, where: str, problems: SectionProblems) -> None:

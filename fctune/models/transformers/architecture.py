@@ -89,7 +89,7 @@ class TransformersArchitecture(DecoderConfig):
 
     @property
     def stores_mxfp4(self) -> bool:
-        """Whether config.json says that the checkpoint stores experts in MXFP4."""
+        """True if config.json says that the checkpoint stores experts in MXFP4."""
         return (find_quantization(json.loads(self.config_json)) or {}).get("quant_method") == "mxfp4"
 
     def to_hf_name(self, name: str) -> str:
