@@ -6,6 +6,7 @@ Messages and statuses are those of vLLM 0.32: ``entrypoints/serve/lora/api_route
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -178,8 +179,8 @@ class VllmStandIn:
         if rank > self.max_lora_rank:
             said = f"Call to add_lora method failed: LoRA rank {rank} is greater than max_lora_rank"
             return 500, {"error": {"message": f"{said} {self.max_lora_rank}.", "type": "InternalServerError"}}
-        model = AutoModelForCausalLM.from_pretrained(self.model_dir)
-        loaded = PeftModel.from_pretrained(model, str(path)).eval()
+        # Not from_pretrained, which replaces methods of all models meanwhile: two threads at once would leave them so.
+        loaded = PeftModel.from_pretrained(copy.deepcopy(self.base), str(path)).eval()
         with self.lock:
             self.adapters[name] = (str(path), loaded)
         return 200, f"Success: LoRA adapter '{name}' added successfully."
