@@ -150,6 +150,7 @@ def make_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seal", metavar="FILE", help="Seal-Tools rows")
     parser.add_argument("--glaive", metavar="FILE", help="Glaive rows")
     parser.add_argument("--out", type=Path, default=Path("runs/real"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--public-rows", type=Path, metavar="DIR", help="clones of benchmarks/real_public_rows.py")
     parser.add_argument("--public-sets", type=Path, metavar="DIR", help="clones of benchmarks/real_public_sets.py")
     parser.add_argument("--config", type=Path, metavar="FILE", help="default: that of the model, see SETTINGS")
     parser.add_argument("--chat-template", metavar="NAME", help="default: that of the config, or the model's own")

@@ -45,6 +45,7 @@ from benchmarks.real_measuring import (
     measure,
     prompted_as,
 )
+from benchmarks.real_public_rows import read_public_rows
 from benchmarks.real_public_sets import PUBLIC_CATEGORIES, write_public_sets
 from benchmarks.real_rows import (
     BenchmarkFilter,
@@ -104,6 +105,7 @@ def write_data(arguments: argparse.Namespace, mixture: Mixture) -> None:
 def _write_rows(arguments: argparse.Namespace, mixture: Mixture, folder: Path) -> None:
     done = folder / "done.json"
     recipe = {"mixture": dataclasses.asdict(mixture), "seal": arguments.seal, "glaive": arguments.glaive}
+    recipe |= {"public": arguments.public_rows} if mixture.public or mixture.guided else {}
     if (was := _read_object(done)) is not None:
         if _is_training(arguments) and was["recipe"] != recipe:
             raise ConfigError(
@@ -112,7 +114,8 @@ def _write_rows(arguments: argparse.Namespace, mixture: Mixture, folder: Path) -
         print(was["contamination"], flush=True)
         return
     sources = read_sources(arguments, folder)
-    rows = mix_rows(sources.split.train, sources.glaive, mixture, sources.allowed.allows)
+    public, guided = read_public_rows(arguments.public_rows, mixture.public, mixture.guided)
+    rows = mix_rows(sources.split.train, sources.glaive, mixture, sources.allowed.allows, public, guided)
     write_rows(folder / "train.jsonl", (row.to_openai() for row in rows))
     _write_cases(folder, sources.split)
     contamination = check_contamination(folder / "train.jsonl", sources.questions, sources.benchmark.cases)

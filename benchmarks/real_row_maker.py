@@ -33,6 +33,7 @@ class RowMaker:
     Args:
         seal: Seal-Tools rows, all of whose tools are in the pool.
         glaive: Glaive rows.
+        public: Questions for other people's tools, whose tools are in the pool, too.
         num_copies: Number of times that each Seal-Tools row is used as it is.
         pool: Tools to offer.
         rng: Random generator.
@@ -42,6 +43,7 @@ class RowMaker:
         self,
         seal: Sequence[Conversation],
         glaive: Sequence[Conversation],
+        public: Sequence[Conversation],
         num_copies: int,
         pool: ToolPool,
         rng: random.Random,
@@ -49,6 +51,7 @@ class RowMaker:
         self.seals = [row for _ in range(num_copies) for row in seal]
         self._seal, self._pool, self._rng = seal, pool, rng
         self._single = [row for row in seal if len(row.messages[-1].calls) == 1]
+        self._single_public = [row for row in public if len(row.messages[-1].calls) == 1]
         self._asked = [row for row in glaive if any(message.role == "user" for message in row.messages)]
 
     def make_seal(self) -> Conversation:
@@ -81,7 +84,7 @@ class RowMaker:
             raise IndexError
         fitting: list[Tool] = []
         while not fitting:
-            source = rng.choice(self._single) if rng.random() < 0.6 else describe_request(pool, rng)
+            source = self._draw_single()
             without = take_tools_away(source, pool, rng, _NUM_TOOLS_OF_TWINS)
             fitting = [tool for tool in without.tools if pool.requests(tool)]
         tool = rng.choice(fitting)
@@ -136,6 +139,13 @@ class RowMaker:
         rng, pool = self._rng, self._pool
         made = multiply_question(rng.choice(self._single), pool, rng) if rng.random() < 0.4 else None
         return made or describe_parallel(pool, rng)
+
+    def _draw_single(self) -> Conversation:
+        """Return a question for one call, of people if there are any, else of Seal-Tools or from a description."""
+        rng = self._rng
+        if self._single_public and rng.random() < 0.7:
+            return rng.choice(self._single_public)
+        return rng.choice(self._single) if rng.random() < 0.6 else describe_request(self._pool, rng)
 
     def _draw_one(self) -> Conversation:
         rng, draw = self._rng, self._rng.random()

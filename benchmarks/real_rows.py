@@ -53,6 +53,8 @@ class Mixture:
         joined: Two or three questions as one.
         quantities: Requests to invented tools for one or more calculations, with numbers and lists of them.
         dialogues: Several questions about the same tools, three to five a row.
+        public: Questions of ``benchmarks.real_public_rows`` for other people's tools, as they are.
+        guided: Dialogues of ``benchmarks.real_public_rows``.
         synthetic: Rows of this project's synthetic set.
         renamed_share: Share of Seal-Tools' tools that are renamed to snake case or with a dot.
         seed: Seed of the random choices.
@@ -69,6 +71,8 @@ class Mixture:
     joined: int = 110
     quantities: int = 0
     dialogues: int = 360
+    public: int = 0
+    guided: int = 0
     synthetic: int = 20
     renamed_share: float = 0.5
     seed: int = 0
@@ -123,6 +127,8 @@ def mix_rows(
     glaive: Sequence[Conversation],
     mixture: Mixture,
     is_allowed: Callable[[Conversation], bool],
+    public: Sequence[Conversation] = (),
+    guided: Sequence[Conversation] = (),
 ) -> list[Conversation]:
     """Return the training rows of a mixture in random order.
 
@@ -131,6 +137,8 @@ def mix_rows(
         glaive: Glaive rows.
         mixture: Numbers of rows by kind.
         is_allowed: Rows that may be trained on; others are left out or drawn again.
+        public: Questions for other people's tools.
+        guided: Dialogues with other people's tools.
     """
     rng = random.Random(f"mixture:{mixture.seed}")
     seal = [row for row in seal if is_allowed(replace(row, tools=()))]
@@ -139,7 +147,10 @@ def mix_rows(
     pool = ToolPool()
     for row in seal:
         pool.add(row)
-    maker = RowMaker(seal, glaive, mixture.seal_copies, pool, rng)
+    public = [row for row in public if is_allowed(row)][: mixture.public]
+    for row in public:
+        pool.add(row)
+    maker = RowMaker(seal, glaive, public, mixture.seal_copies, pool, rng)
     kinds: list[tuple[int, Callable[[], tuple[Conversation, ...]]]] = [
         (len(maker.seals), lambda: (maker.make_seal(),)),
         (mixture.natural, lambda: (maker.make_natural(),)),
@@ -154,6 +165,8 @@ def mix_rows(
     ]
     rows = [row for count, make in kinds for row in _draw_allowed(count, make, mixture.renamed_share, rng, is_allowed)]
     rows += [row for row in glaive if is_allowed(row)][: mixture.glaive]
+    rows += public
+    rows += [row for row in guided if is_allowed(row)][: mixture.guided]
     if mixture.synthetic:
         # Three times as many are read, since those with tools of the benchmark are left out.
         made = iter_conversations("train", 3 * mixture.synthetic, mixture.seed)
