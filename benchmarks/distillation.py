@@ -77,6 +77,8 @@ def read_results(out: Path, split: str) -> list[dict[str, Any]]:
     """Return the result of each model and seed, with the tokens that it was trained on."""
     results = []
     for file in sorted(out.glob(f"seed*/{split}/*.json")):
+        if "." in file.stem:  # the answers' settings and summary
+            continue
         result = json.loads(file.read_text())
         metrics = MetricsFile(file.parents[1] / result["model"] / "metrics.jsonl")
         metrics.update()

@@ -105,7 +105,7 @@ def write_data(arguments: argparse.Namespace, mixture: Mixture) -> None:
 def _write_rows(arguments: argparse.Namespace, mixture: Mixture, folder: Path) -> None:
     done = folder / "done.json"
     recipe = {"mixture": dataclasses.asdict(mixture), "seal": arguments.seal, "glaive": arguments.glaive}
-    recipe |= {"public": arguments.public_rows} if mixture.public or mixture.guided else {}
+    recipe |= {"public": str(arguments.public_rows)} if mixture.public or mixture.guided else {}
     if (was := _read_object(done)) is not None:
         if _is_training(arguments) and was["recipe"] != recipe:
             raise ConfigError(
