@@ -1,7 +1,8 @@
 """Training rows of the real-model benchmark from two public repositories: other people's tools, requests and dialogues.
 
     git clone https://github.com/qiancheng0/ToolRL && git -C ToolRL checkout 8cee13ec0ca7
-    git clone https://github.com/google-research-datasets/dstc8-schema-guided-dialogue sgd && git -C sgd checkout e852981
+    git clone https://github.com/google-research-datasets/dstc8-schema-guided-dialogue sgd
+    git -C sgd checkout e852981ae349
 
 - ToolRL's supervised rows (``dataset/rlla_4k_raw/rlla_sft.json``, Apache-2.0): 400 questions drawn from ToolACE, xLAM
   and Hammer, with one to eight tools, a third of them with masked names. Their calls are kept, their reasoning is not.
@@ -15,7 +16,6 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ def read_public_rows(
         return [], []
     if folder is None:
         raise DataError(
-            "The mixture has rows of public repositories. Pass --public-rows DIR (benchmarks/real_public_rows.py has the "
-            "commands that make it), or --mixture public=0 guided=0."
+            "The mixture has rows of public repositories. Pass --public-rows DIR (benchmarks/real_public_rows.py has "
+            "the commands that make it), or --mixture public=0 guided=0."
         )
     questions = read_tool_questions(folder / "ToolRL/dataset/rlla_4k_raw/rlla_sft.json") if num_questions else []
     # Twice as many, since some have tools of the benchmarks.
@@ -153,7 +153,9 @@ def read_dialogues(folder: Path, num_dialogues: int, seed: int) -> list[Conversa
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}: not the Schema-Guided Dialogues ({type(error).__name__}: {error}).") from None
     if len(rows) < num_dialogues:
-        raise DataError(f"{folder}: has {len(rows)} dialogues of {_MAX_TURNS} turns at most; {num_dialogues} are needed.")
+        raise DataError(
+            f"{folder}: has {len(rows)} dialogues of {_MAX_TURNS} turns at most; {num_dialogues} are needed."
+        )
     return rows[:num_dialogues]
 
 
@@ -193,7 +195,11 @@ def _convert(
         return None
     while messages[-1].role != "assistant" or _is_farewell(messages):
         messages.pop()
-    others = [_list_tools(services[name]) for name in sorted(services) if _domain(name) not in map(_domain, dialogue["services"])]
+    others = [
+        _list_tools(services[name])
+        for name in sorted(services)
+        if _domain(name) not in map(_domain, dialogue["services"])
+    ]
     for more in rng.sample(others, rng.choice((0, 1, 2))):
         tools += [tool for tool in more if tool.name not in known]
     rng.shuffle(tools)
@@ -202,8 +208,11 @@ def _convert(
 
 def _is_farewell(messages: Sequence[Message]) -> bool:
     """Return True for a last answer after which no call was made or reported."""
-    return len(messages) > 3 and not messages[-1].calls and messages[-2].role == "user" and not any(
-        message.calls for message in messages[-3:]
+    return (
+        len(messages) > 3
+        and not messages[-1].calls
+        and messages[-2].role == "user"
+        and not any(message.calls for message in messages[-3:])
     )
 
 
@@ -237,5 +246,3 @@ def _to_value(value: str, schema: Mapping[str, Any]) -> Any:
     if schema["type"] == "boolean" and value in ("True", "False"):
         return value == "True"
     return int(value) if schema["type"] == "integer" and value.isdecimal() else value
-
-
