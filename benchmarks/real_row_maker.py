@@ -64,7 +64,7 @@ class RowMaker:
             return describe_unfit_quantities(self._rng)
         draw = self._rng.random()
         if draw < 0.45:
-            source = self._rng.choice(self._single)
+            source = self._draw_asked()
         elif draw < 0.55:
             source = self._rng.choice(self._seal)
         elif draw < 0.75 and self._asked:
@@ -84,7 +84,7 @@ class RowMaker:
             raise IndexError
         fitting: list[Tool] = []
         while not fitting:
-            source = self._draw_single()
+            source = self._draw_asked() if rng.random() < 0.6 else describe_request(pool, rng)
             without = take_tools_away(source, pool, rng, _NUM_TOOLS_OF_TWINS)
             fitting = [tool for tool in without.tools if pool.requests(tool)]
         tool = rng.choice(fitting)
@@ -140,12 +140,11 @@ class RowMaker:
         made = multiply_question(rng.choice(self._single), pool, rng) if rng.random() < 0.4 else None
         return made or describe_parallel(pool, rng)
 
-    def _draw_single(self) -> Conversation:
-        """Return a question for one call, of people if there are any, else of Seal-Tools or from a description."""
-        rng = self._rng
-        if self._single_public and rng.random() < 0.7:
-            return rng.choice(self._single_public)
-        return rng.choice(self._single) if rng.random() < 0.6 else describe_request(self._pool, rng)
+    def _draw_asked(self) -> Conversation:
+        """Return a question for one call, mostly of people if there are any, else of Seal-Tools."""
+        if self._single_public and self._rng.random() < 0.7:
+            return self._rng.choice(self._single_public)
+        return self._rng.choice(self._single)
 
     def _draw_one(self) -> Conversation:
         rng, draw = self._rng, self._rng.random()
