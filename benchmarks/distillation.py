@@ -79,7 +79,7 @@ def read_results(out: Path, split: str) -> list[dict[str, Any]]:
     for file in sorted(out.glob(f"seed*/{split}/*.json")):
         if "." in file.stem:  # the answers' settings and summary
             continue
-        result = json.loads(file.read_text())
+        result = json.loads(file.read_text().replace(str(out), "DIR"))
         metrics = MetricsFile(file.parents[1] / result["model"] / "metrics.jsonl")
         metrics.update()
         result["tokens_supervised"] = metrics.total("tokens_supervised")
