@@ -202,7 +202,7 @@ def estimate_run(
         request.gpu,
         server_gpus or gpus,
         time.total_s / config.global_batch_size,
-        footprint.state + footprint.buffers + footprint.context,
+        footprint.state + footprint.buffers + footprint.teacher + footprint.context,
     )
     if rollouts is not None and section is not None:
         step_s = rollouts.batch_s / section.updates_per_batch
