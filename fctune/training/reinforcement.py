@@ -107,7 +107,7 @@ class PolicyTasks(TrainingData):
     def _open_server(
         self, planned: PlannedRun, stop_if_requested: Callable[[], None]
     ) -> tuple[PolicyEngine | None, Callable[[int], None], Callable[[bool], None] | None]:
-        """Return rank 0's engine, the function that loads the adapter in training into the servers, and ``set_awake``."""
+        """Return rank 0's engine, and functions that load the adapter in training and put the servers to sleep."""
         server, directory = self._section.server, planned.run.directory.path
         opened: list[PolicyServer | PolicyServers] = []
         adapter, base = planned.config.adapter, planned.config.model.path

@@ -38,7 +38,7 @@ def server() -> Iterator[VllmStandIn]:
 
 def list_words(output: Path, server: VllmStandIn, *overrides: str) -> list[str]:
     words = ["--config", CONFIGS["grpo"], f"output_dir={output / 'run'}", *SMALL]
-    return words + ["grpo.engine=server", f"grpo.server.url={server.url}", REWARD, *overrides]
+    return [*words, "grpo.engine=server", f"grpo.server.url={server.url}", REWARD, *overrides]
 
 
 def train(output: Path, server: VllmStandIn, *overrides: str) -> dict[str, Any]:
