@@ -31,19 +31,19 @@ from fctune.data.synthetic.words import make_word
 
 START_ROWS = "synthetic:varied:4000"
 NUM_TASKS = {"train": 240, "validation": 90, "test": 240}
-CATEGORIES = ("moisten", "sow", "all")
+CATEGORIES = ("water", "plant", "all")
 SERVER_PROCESSES = 8
 # What each side asks for, by tool. The tests' wordings are in neither of the others.
 WORDINGS = {
     "train": {
-        "moisten": (
+        "water": (
             "Water bed {bed} with {number} liters.",
             "Please give {number} liters of water to the bed {bed}.",
             "The plants in {bed} are dry, water them with {number} liters",
             "irrigate {bed} with {number} liters of water",
             "Can you pour {number} liters on bed {bed}?",
         ),
-        "sow": (
+        "plant": (
             "Sow {crop} in bed {bed}.",
             "Please plant seeds of {crop} in the bed {bed}.",
             "The bed {bed} is empty, sow {crop} there",
@@ -52,26 +52,21 @@ WORDINGS = {
         ),
     },
     "validation": {
-        "moisten": ("I want {number} liters of water on {bed}.", "Let bed {bed} have {number} liters of water."),
-        "sow": ("I want {crop} sown in {bed}.", "Let bed {bed} have seeds of {crop}."),
+        "water": ("I want {number} liters of water on {bed}.", "Let bed {bed} have {number} liters of water."),
+        "plant": ("I want {crop} sown in {bed}.", "Let bed {bed} have seeds of {crop}."),
     },
     "test": {
-        "moisten": (
+        "water": (
             "Could {bed} get {number} liters of water now?",
             "Water the plants of bed {bed}: {number} liters",
             "{number} liters of water are due on bed {bed}.",
         ),
-        "sow": (
+        "plant": (
             "Could {bed} get seeds of {crop} now?",
             "Sow the seeds for bed {bed}: {crop}",
             "Seeds of {crop} are due in bed {bed}.",
         ),
     },
-}
-CROPS = {
-    "train": ("lettuce", "carrots", "basil", "spinach", "kale", "onions", "mint", "turnips"),
-    "validation": ("beans", "thyme", "fennel", "leeks"),
-    "test": ("radishes", "tomatoes", "parsley", "chard", "celery", "peas"),
 }
 LIMITS = ("--max-new-tokens", "72", "--dialogue", '{"max_turns": 2}')
 SETTINGS = (
@@ -142,24 +137,20 @@ def make_tasks(seed: int) -> dict[str, list[dict[str, Any]]]:
     for offset, (side, number) in enumerate(NUM_TASKS.items()):
         sides[side] = []
         while len(sides[side]) < number:
-            bed = make_word(rng, 2, 3).capitalize()
-            if bed in used:
+            bed, crop = (make_word(rng, 2, 3).capitalize() for _ in range(2))
+            if bed == crop or used & {bed, crop}:
                 continue
-            used.add(bed)
+            used |= {bed, crop}
             tool = CATEGORIES[len(sides[side]) % 2]
-            amount, crop = 3 * rng.randint(1, 32) + offset, rng.choice(CROPS[side])
+            amount = 3 * rng.randint(1, 32) + offset
             wording = rng.choice(WORDINGS[side][tool])
-            key = "crop" if tool == "sow" else "liters"
-            value: str | int = crop if tool == "sow" else amount
-            sides[side].append(
-                {
-                    "question": wording.format(bed=bed, number=amount, crop=crop),
-                    "category": tool,
-                    "split": "train" if side == "train" else "test",
-                    "calls": [{"tool": tool, "arguments": {"bed": bed, key: value}}],
-                    "check": {"tool": "report_beds", "result": {bed: {key: value}}},
-                }
-            )
+            key = "crop" if tool == "plant" else "liters"
+            value: str | int = crop if tool == "plant" else amount
+            task: dict[str, Any] = {"question": wording.format(bed=bed, number=amount, crop=crop), "category": tool}
+            task["split"] = "train" if side == "train" else "test"
+            task["calls"] = [{"tool": tool, "arguments": {"bed": bed, key: value}}]
+            task["check"] = {"tool": "report_beds", "result": {bed: {key: value}}}
+            sides[side].append(task)
     return sides
 
 

@@ -14,15 +14,15 @@ from mcp_types import CallToolResult, ListToolsResult, TextContent, Tool, ToolAn
 def describe_tool(name: str, description: str, is_read_only: bool = False, **properties: str) -> Tool:
     """Return a tool whose properties, given by their types, are all required."""
     # Not the package's schemas of functions: the titles that they add are in no row that the tiny model has seen.
-    schema = {"type": "object", "properties": {key: {"type": kind} for key, kind in properties.items()}}
-    schema["required"] = list(properties)  # type: ignore[assignment]
+    schema: dict[str, Any] = {"type": "object", "properties": {key: {"type": kind} for key, kind in properties.items()}}
+    schema["required"] = list(properties)
     hint = ToolAnnotations(read_only_hint=is_read_only)
     return Tool(name=name, description=description, input_schema=schema, annotations=hint)
 
 
 TOOLS = [
-    describe_tool("moisten", "Water a bed: how many liters of water.", bed="string", liters="integer"),
-    describe_tool("sow", "Sow or plant seeds of a crop in a bed.", bed="string", crop="string"),
+    describe_tool("water", "Water a bed with liters of water.", bed="string", liters="integer"),
+    describe_tool("plant", "Plant or sow a crop in a bed.", bed="string", crop="string"),
     describe_tool("report_beds", "Report what was done in each bed.", is_read_only=True),
     describe_tool("clear_beds", "Forget all that was done."),
 ]
@@ -46,7 +46,7 @@ class Greenhouse:
             self.beds.clear()
             return "done"
         bed = self.beds.setdefault(arguments["bed"], {})
-        if name == "moisten":
+        if name == "water":
             bed["liters"] = bed.get("liters", 0) + arguments["liters"]
         elif "crop" in bed:
             raise ValueError(f"{arguments['bed']} has a crop already")
