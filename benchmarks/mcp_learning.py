@@ -5,7 +5,7 @@
 For each seed, the tiny base trains on synthetic rows and is stopped early: the start. GRPO then asks it to work in a
 greenhouse: the tools, in no row, of a server made with the official package (``mcp_learning_server.py``). A task is
 solved if the server's state at its end is exactly the expected one. The control takes the same steps with random
-rewards. All are measured on tasks with other beds, crops, numbers and wordings, and compared with the start in
+rewards. All are measured on tasks with other beds, numbers and wordings, and compared with the start in
 pairs (McNemar's exact test). --split validation measures other tasks, for choosing settings; ``key=value`` then
 overrides keys of the config, and --trial names the result.
 
@@ -31,7 +31,7 @@ from fctune.data.synthetic.words import make_word
 
 START_ROWS = "synthetic:varied:4000"
 NUM_TASKS = {"train": 240, "validation": 90, "test": 240}
-CATEGORIES = ("water", "plant", "all")
+TOOLS = ("water",)
 SERVER_PROCESSES = 8
 # What each side asks for, by tool. The tests' wordings are in neither of the others.
 WORDINGS = {
@@ -43,28 +43,15 @@ WORDINGS = {
             "irrigate {bed} with {number} liters of water",
             "Can you pour {number} liters on bed {bed}?",
         ),
-        "plant": (
-            "Sow {crop} in bed {bed}.",
-            "Please plant seeds of {crop} in the bed {bed}.",
-            "The bed {bed} is empty, sow {crop} there",
-            "plant {crop} in {bed}",
-            "Can you put {crop} seeds into bed {bed}?",
-        ),
     },
     "validation": {
         "water": ("I want {number} liters of water on {bed}.", "Let bed {bed} have {number} liters of water."),
-        "plant": ("I want {crop} sown in {bed}.", "Let bed {bed} have seeds of {crop}."),
     },
     "test": {
         "water": (
             "Could {bed} get {number} liters of water now?",
             "Water the plants of bed {bed}: {number} liters",
             "{number} liters of water are due on bed {bed}.",
-        ),
-        "plant": (
-            "Could {bed} get seeds of {crop} now?",
-            "Sow the seeds for bed {bed}: {crop}",
-            "Seeds of {crop} are due in bed {bed}.",
         ),
     },
 }
@@ -122,7 +109,7 @@ def write_tasks(folder: Path, seed: int, num_tasks: int | None = None) -> dict[s
     """Write a file of tasks for training, validation and the test, unless that is done; returns their paths."""
     server = Path(__file__).with_name("mcp_learning_server.py")
     head: dict[str, Any] = {"server": f"stdio: {shlex.join([sys.executable, str(server)])}"}
-    head |= {"tools": list(CATEGORIES[:-1]), "reset": {"tool": "clear_beds"}, "concurrency": SERVER_PROCESSES}
+    head |= {"tools": list(TOOLS), "reset": {"tool": "clear_beds"}, "concurrency": SERVER_PROCESSES}
     files = {side: folder / f"{side}_tasks.yaml" for side in NUM_TASKS}
     sides = make_tasks(seed)
     for side, file in files.items():
@@ -132,24 +119,22 @@ def write_tasks(folder: Path, seed: int, num_tasks: int | None = None) -> dict[s
 
 
 def make_tasks(seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Return the tasks of each side, whose beds, crops, numbers and wordings are in no other side."""
+    """Return the tasks of each side, whose beds, numbers and wordings are in no other side."""
     rng, used, sides = random.Random(seed), set[str](), dict[str, list[dict[str, Any]]]()
     for offset, (side, number) in enumerate(NUM_TASKS.items()):
         sides[side] = []
         while len(sides[side]) < number:
-            bed, crop = (make_word(rng, 2, 3).capitalize() for _ in range(2))
-            if bed == crop or used & {bed, crop}:
+            bed = make_word(rng, 2, 3).capitalize()
+            if bed in used:
                 continue
-            used |= {bed, crop}
-            tool = CATEGORIES[len(sides[side]) % 2]
+            used.add(bed)
+            tool = TOOLS[len(sides[side]) % len(TOOLS)]
             amount = 3 * rng.randint(1, 32) + offset
             wording = rng.choice(WORDINGS[side][tool])
-            key = "crop" if tool == "plant" else "liters"
-            value: str | int = crop if tool == "plant" else amount
-            task: dict[str, Any] = {"question": wording.format(bed=bed, number=amount, crop=crop), "category": tool}
+            task: dict[str, Any] = {"question": wording.format(bed=bed, number=amount), "category": tool}
             task["split"] = "train" if side == "train" else "test"
-            task["calls"] = [{"tool": tool, "arguments": {"bed": bed, key: value}}]
-            task["check"] = {"tool": "report_beds", "result": {bed: {key: value}}}
+            task["calls"] = [{"tool": tool, "arguments": {"bed": bed, "liters": amount}}]
+            task["check"] = {"tool": "report_beds", "result": {bed: {"liters": amount}}}
             sides[side].append(task)
     return sides
 

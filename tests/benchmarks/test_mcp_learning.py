@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mcp_learning import CATEGORIES, START_ROWS, WORDINGS, format_results, main, make_tasks, write_tasks
+from benchmarks.mcp_learning import START_ROWS, TOOLS, WORDINGS, format_results, main, make_tasks, write_tasks
 from fctune.data.synthetic import iter_conversations
 from fctune.tasks.environments.mcp.server import EpisodeServerLimits, ToolServer
 from fctune.tasks.environments.mcp.task_file import read_task_file
 
 
-def test_sides_share_no_question_bed_crop_amount_or_wording() -> None:
+def test_sides_share_no_question_bed_amount_or_wording() -> None:
     sides = make_tasks(3)
     seen: dict[str, set[str]] = {
         side: {str(value) for task in tasks for value in task["calls"][0]["arguments"].values()}
@@ -32,7 +32,7 @@ def test_sides_share_no_question_bed_crop_amount_or_wording() -> None:
 def test_no_row_of_the_start_has_a_tool_of_the_server() -> None:
     split, number = START_ROWS.split(":")[1:]
     rows = iter_conversations(split, int(number), 0)  # type: ignore[arg-type]
-    assert not {tool.name for row in rows for tool in row.tools} & set(CATEGORIES)
+    assert not {tool.name for row in rows for tool in row.tools} & set(TOOLS)
 
 
 def test_the_server_is_reset_for_each_dialogue_and_the_tasks_calls_solve_them(tmp_path: Path) -> None:
