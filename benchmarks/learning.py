@@ -218,15 +218,23 @@ def train(folder: Path, seed: int, base: str, config: str, overrides: Sequence[s
     return merged
 
 
-def measure(folder: Path, model: Path, split: str, seed: int) -> None:
-    """Measure a model on a split, and compare it with the start."""
+def measure(folder: Path, model: Path, split: str, seed: int, asked: Sequence[str] = ()) -> None:
+    """Measure a model on a split, and compare it with the start.
+
+    Args:
+        folder: Folder of the seed.
+        model: The merged model.
+        split: Name of the cases, and of the folder of their results.
+        seed: Named in the result.
+        asked: Options that name the cases and the limits of answers; empty: the split's file of cases.
+    """
     name = model.parent.parent.name
     out = folder / split / f"{name}.json"
     if out.exists():
         return
     answers = out.with_suffix(".jsonl")
-    command = ["eval", "--model", str(model), "--cases", str(folder / f"{split}.jsonl"), "--max-new-tokens", "128"]
-    fctune(*command, "--batch-size", "256", "--out", str(answers))
+    asked = asked or ("--cases", str(folder / f"{split}.jsonl"), "--max-new-tokens", "128")
+    fctune("eval", "--model", str(model), *asked, "--batch-size", "256", "--out", str(answers))
     found = {one.category: one for one in compare_rows(read_rows(out.with_name("start.jsonl")), read_rows(answers))}
     result: dict[str, Any] = {"seed": seed, "model": name}
     result |= json.loads((model.parent.parent / "settings.json").read_text())

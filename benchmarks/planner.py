@@ -44,7 +44,7 @@ from fctune.models import loss
 from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.frozen_linear import copy_rows_, is_nf4
-from fctune.models.planned_model import find_architecture, shape_model
+from fctune.models.planned_model import find_architecture, shape_model, shape_teacher
 from fctune.models.torchtune import layers
 from fctune.parallel.activations import apply_activation_checkpointing_
 from fctune.parallel.layout import Hardware, ParallelLayout
@@ -52,7 +52,8 @@ from fctune.parallel.memory import MemoryModel, Setting
 from fctune.parallel.sharding import GradientSync, shard_
 from fctune.parallel.speed import count_flops, estimate_step_time
 from fctune.training import step
-from fctune.training.objective import SupervisedObjective
+from fctune.training.distillation import DistillObjective
+from fctune.training.objective import Objective, SupervisedObjective
 from fctune.training.prefetch import Inputs, StepData
 from fctune.training.setup import start_state
 
@@ -131,8 +132,15 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
         model.project = lambda hidden, _=None: getattr(head, "forward", head)(hidden)  # type: ignore[method-assign, assignment]
         gradient_sync = shard_(model, layout, config.parallel, hardware)
         data = _make_step(config, model, setting)
+        teacher = shape_teacher(config, kernel="varlen")
+        objective: Objective = (
+            SupervisedObjective() if config.distill is None else DistillObjective(config.distill, teacher)
+        )
         with mode:
             materialize_(model, torch.device("cpu"))
+            if teacher is not None:
+                materialize_(teacher, torch.device("cpu"))
+                teacher.requires_grad_(False)
             for name, parameter in list(model.named_parameters()):
                 if is_nf4(parameter):  # has its memory from when it is filled
                     copy_rows_(model, name, torch.empty(parameter.shape, dtype=parameter.dtype))
@@ -146,6 +154,8 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
                 count = tracker._track_module_params_and_buffers
                 tracker._track_module_params_and_buffers = lambda module, **_: count(module, install_grad_hooks=False)
                 tracker.track_external(model, state.optimizer)
+            if teacher is not None:
+                tracker.track_external(*teacher.parameters(), *teacher.buffers())
 
             class TrackedSync(GradientSync):
                 def defer(self, is_deferred: bool) -> None:
@@ -156,7 +166,7 @@ def track_peak(config: RunConfig, architecture: Architecture, setting: Setting) 
             with tracker:
                 for _ in range(2):  # the optimizer has its state from the second on
                     step.launch_step(
-                        *(model, state.optimizer, data, world, sync, SupervisedObjective()),
+                        *(model, state.optimizer, data, world, sync, objective),
                         clip_grad_norm=config.clip_grad_norm,
                     ).read()
         snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
@@ -267,7 +277,7 @@ def compare(case: Case) -> dict[str, Any]:
     tracked = track_peak(config, architecture, case.setting)
     tracking_s = time.perf_counter() - started
     started = time.perf_counter()
-    memory = MemoryModel(shape_model(config, architecture), config, DEVICE)
+    memory = MemoryModel(shape_model(config, architecture), config, DEVICE, teacher=shape_teacher(config))
     peak = memory.peak(case.setting)
     planned = peak.footprint.total - peak.footprint.context - peak.footprint.fragmentation
     return {

@@ -39,6 +39,7 @@ _MAX_DIALOGUES = 10_000  # whose servers are remembered
 # HTTP statuses of a server that is starting or ending, or of a proxy without one behind it.
 _UNAVAILABLE = (502, 503, 504)
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_SLEEP_REMEDY = "start vLLM with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 in its environment"
 _REMEDY = (
     "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, as fctune serve "
     "--adapters does"
@@ -80,10 +81,11 @@ class PolicyServer:
         is_resumed: Wait for the server if it is not there yet, since the run has found it before.
         log: Called with a line when the server is lost or back.
         key: Config section of the server, for messages.
+        can_sleep: ``sleep`` and ``wake`` will be called; a server that a killed process left asleep is woken up.
 
     Raises:
-        ConfigError: The address is invalid, no server answers, or it has several models, a different tokenizer, or too
-            short a context.
+        ConfigError: The address is invalid, no server answers, or it has several models, a different tokenizer, too
+            short a context, or no sleep mode where one is needed.
     """
 
     is_concurrent = True
@@ -104,8 +106,10 @@ class PolicyServer:
         is_resumed: bool = False,
         log: Callable[[str], None] = lambda line: None,
         key: str = "grpo.server",
+        can_sleep: bool = False,
     ):
         self.url = parse_base_url(url, f"{key}.url").removesuffix("/v1")
+        self._can_sleep = can_sleep
         self._template = template
         self._decoder = AnswerDecoder(template)
         self._vocab_size = count_vocabulary(template)
@@ -128,6 +132,8 @@ class PolicyServer:
             self._wait_for_server()
         self._base = find_base(self._list_models(), self.url, served_model, min_positions, key)
         self._current = PublishedAdapter(self._base, 0)
+        if can_sleep:
+            self.wake()
         require_equal_tokenizer(self._client, self.url, self._base, template)
         self._adapters.remove_left(row["id"] for row in self._list_models())
 
@@ -200,10 +206,61 @@ class PolicyServer:
                 self._retired.append(previous)
         self._unload_unused()
 
+    def wake(self) -> None:
+        """Wake the server up, with all of its memory; waits for one that is unavailable or cannot wake up.
+
+        Raises:
+            ConfigError: It has no sleep mode, refuses the key, or does not wake up in time.
+        """
+        num_recoveries = self._num_recoveries
+        if (error := self._set_asleep(False)) is not None:
+            self._recover(error, num_recoveries)
+
+    def sleep(self) -> None:
+        """Put the server to sleep: it gives up its GPU memory, and holds requests until it is woken up.
+
+        Weights and adapters move to the host's memory; the caches of prompts are lost. No request may be in flight.
+
+        Raises:
+            ConfigError: It has no sleep mode, refuses the key, does not fall asleep, or is gone for good.
+        """
+        for _ in range(_MAX_FAILURES):
+            num_recoveries = self._num_recoveries
+            if (error := self._set_asleep(True)) is None:
+                return
+            self._recover(error, num_recoveries)
+        raise ConfigError(f"{self.url}: does not fall asleep ({error}); {_SLEEP_REMEDY}.")
+
+    def _set_asleep(self, is_asleep: bool) -> str | None:
+        """Put the server to sleep or wake it up, unless that is done; returns the reason if it failed, else None."""
+        path = "/sleep?level=1" if is_asleep else "/wake_up"
+        try:
+            self._once.post_text(path, {})
+            found = self._once.get("/is_sleeping")
+        except RequestError as error:
+            if error.status in (401, 403):
+                raise ConfigError(f"{self.url}{path}: {error}. Set FCTUNE_API_KEY.") from None
+            if error.is_fatal:
+                raise ConfigError(f"{self.url}{path}: {error}, so it cannot share a GPU; {_SLEEP_REMEDY}.") from None
+            return f"{path}: {error}"
+        if not isinstance(found, dict) or found.get("is_sleeping") is not is_asleep:
+            return f"{path}: /is_sleeping then says {json.dumps(found)[:100]}"
+        return None
+
     def close(self) -> None:
-        """Unload this run's adapters and delete their directories; threads that still generate end with errors."""
+        """Unload this run's adapters and delete their directories; threads that still generate end with errors.
+
+        A server that may be asleep is woken up before, and a warning is logged if it is not.
+        """
         self._closed.set()  # the process ends only after its threads
         self._client.stop()
+        if self._can_sleep:
+            try:
+                error = self._set_asleep(False)
+            except ConfigError as failure:
+                error = str(failure)
+            if error is not None:
+                self._log(f"the server at {self.url} was not woken up ({error}); POST {self.url}/wake_up does")
         with self._lock:
             published = [*self._retired, self._current]
             self._retired, self._current = [], PublishedAdapter(self._base, self._current.version)
@@ -302,7 +359,7 @@ class PolicyServer:
                 self._recover(str(error), self._num_recoveries)
 
     def _recover(self, reason: str, num_recoveries: int) -> None:
-        """Wait until the server is healthy and has the current version again.
+        """Wait until the server is healthy, awake, and has the current version again.
 
         Args:
             reason: Why the server counts as unavailable.
@@ -315,7 +372,9 @@ class PolicyServer:
             started, has_warned, self.is_lost = time.monotonic(), False, True
             while True:
                 if self._is_healthy():
-                    error = self._adapters.load(self._current) if self._current.path is not None else None
+                    error = self._set_asleep(False) if self._can_sleep else None
+                    if error is None and self._current.path is not None:
+                        error = self._adapters.load(self._current)
                     if error is None:
                         break
                     reason = error
@@ -480,13 +539,25 @@ class PolicyServers:
 
     def publish(self, policy: Path, version: int) -> None:
         """Load an adapter into every server, at the same time; see ``PolicyServer.publish``."""
-        with ThreadPoolExecutor(len(self._servers), thread_name_prefix="publish") as threads:
-            list(threads.map(lambda server: server.publish(policy, version), self._servers))
+        self._on_each(lambda server: server.publish(policy, version))
+
+    def wake(self) -> None:
+        """Wake every server up; see ``PolicyServer.wake``."""
+        self._on_each(PolicyServer.wake)
+
+    def sleep(self) -> None:
+        """Put every server to sleep; see ``PolicyServer.sleep``."""
+        self._on_each(PolicyServer.sleep)
 
     def close(self) -> None:
         """Close every server's connection."""
         for server in self._servers:
             server.close()
+
+    def _on_each(self, action: Callable[[PolicyServer], None]) -> None:
+        """Run an action on every server, at the same time."""
+        with ThreadPoolExecutor(len(self._servers), thread_name_prefix="servers") as threads:
+            list(threads.map(action, self._servers))
 
     def _choose(self, dialogue: tuple[str, int]) -> int:
         """Return the index of the server to ask, and count the request."""

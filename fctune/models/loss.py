@@ -24,6 +24,9 @@ MAX_LOGITS = 32 * 1024 * 1024
 _TILE = 128  # rows that matrix kernels compute at once; other numbers of rows waste part of the product
 _MIN_ROWS = 256
 
+# ``num_copies`` of a divergence from a teacher in the process, over the full vocabulary.
+TEACHER_COPIES = 6
+
 
 class Criterion(ABC):
     """Loss of a position, given its logits and what else belongs to it.

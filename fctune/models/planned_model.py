@@ -18,7 +18,7 @@ from fctune.models.attention import AttentionKernel
 from fctune.models.causal_lm import CausalLM
 from fctune.models.hub import describe_failure, parse_name
 from fctune.models.lora import apply_lora_
-from fctune.models.precision import choose_precision
+from fctune.models.precision import PrecisionPolicy, choose_precision
 from fctune.models.sources import build_model, build_shapes, find_public_config, parse_architecture, read_architecture
 from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
 from fctune.models.token_rows import train_tokens_
@@ -104,6 +104,29 @@ def shape_model(
         apply_lora_(model, config.adapter)
         train_tokens_(model, token_ids)
     return model
+
+
+def shape_teacher(
+    config: RunConfig, device_type: str = "cuda", kernel: AttentionKernel | None = None
+) -> CausalLM | None:
+    """Build the frozen teacher of a distillation on the meta device; None without one in the run's processes.
+
+    Without an attention kernel, it is to be counted only.
+
+    Raises:
+        ConfigError: It is no model that is known.
+    """
+    if config.distill is None or config.distill.teacher is None:
+        return None
+    dtype = choose_precision(config.precision, config.adapter is not None, device_type).compute_dtype
+    try:
+        architecture, _, _ = find_architecture(config.distill.teacher)
+        precision, seq_len = PrecisionPolicy.uniform(dtype), config.data.row_tokens
+        if kernel is None:
+            return build_shapes(architecture, seq_len, precision)
+        return build_model(architecture, seq_len, precision, kernel)
+    except ConfigError as error:
+        raise ConfigError(f"distill.teacher={config.distill.teacher}: {error}") from None
 
 
 def extend_architecture(

@@ -35,6 +35,7 @@ class Footprint:
     parameters: int = 0  # of the base
     adapters: int = 0
     buffers: int = 0
+    teacher: int = 0  # frozen weights of a teacher, a copy on each rank
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0  # full weights, gathered from shards

@@ -24,7 +24,7 @@ from fctune.config.schema import RunConfig
 from fctune.models.causal_lm import CausalLM
 from fctune.models.frozen_linear import NF4_BYTES_PER_WEIGHT, is_nf4
 from fctune.models.lora import count_parameters, is_adapter
-from fctune.models.loss import MAX_LOGITS, chunk_rows
+from fctune.models.loss import MAX_LOGITS, TEACHER_COPIES, chunk_rows
 from fctune.models.precision import PrecisionPolicy
 from fctune.parallel.activations import is_checkpointed
 from fctune.parallel.block_memory import BlockActivations, count_block_activations, count_shared_row_bytes
@@ -184,6 +184,37 @@ def optimizer_state_bytes(optimizer: dict[str, Any], numel: int, itemsize: int) 
     return 2 * numel * itemsize + 4
 
 
+class TeacherMemory:
+    """Memory of a teacher that is not sharded, and keeps nothing for a backward pass.
+
+    Args:
+        model: The teacher on the meta device, in the dtype that it computes in.
+        config: Config of the run.
+
+    Attributes:
+        architecture: Its sizes.
+        num_bytes: Its weights and buffers.
+        width: Bytes of an element of its hidden states.
+    """
+
+    def __init__(self, model: CausalLM, config: RunConfig):
+        self.architecture = model.architecture
+        self.num_bytes = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        self.width = model.precision.compute_dtype.itemsize
+        self._block = count_block_activations(
+            model.architecture, replace(config, adapter=None, compile=False), self.width
+        )
+
+    def forward_bytes(self, tokens: int) -> int:
+        """Return the bytes of a block's forward pass over so many tokens, the largest part of the teacher's."""
+        return self._block.total(tokens) + self._block.forward_extra(tokens) + tokens * self.hidden_bytes
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden state of one position."""
+        return self.architecture.embed_dim * self.width
+
+
 class MemoryModel:
     """Memory of a run's ranks under different settings.
 
@@ -194,6 +225,7 @@ class MemoryModel:
         supervised_share: Share of a micro-batch's positions at which logits are computed.
         is_cuda: Count CUDA's context, NCCL's buffers and fragmentation too.
         process_bytes: Memory of the process before the model is built, if it is the device's memory, too.
+        teacher: Frozen teacher of a distillation on the meta device, of which each rank has a copy; None without one.
     """
 
     def __init__(
@@ -204,6 +236,7 @@ class MemoryModel:
         supervised_share: float = 1.0,
         is_cuda: bool = True,
         process_bytes: int = 0,
+        teacher: CausalLM | None = None,
     ):
         self.is_cuda, self.process_bytes = is_cuda, process_bytes
         self.precision: PrecisionPolicy = model.precision
@@ -222,6 +255,7 @@ class MemoryModel:
         self.num_base_weights = sum(n for name, n in count_parameters(model).items() if not is_adapter(name))
         self.trains_head = any(t.is_trained for t in self.root.tensors)
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+        self.teacher = None if teacher is None else TeacherMemory(teacher, config)
         self._states: dict[int, Footprint] = {}
         self.keeps_unsharded_gradients = can_hold_gradients(self.all.reduction_bytes, device_bytes)
         self.block_activations: BlockActivations = count_block_activations(
@@ -271,7 +305,10 @@ class MemoryModel:
         gaps = max(0, self.device_state(setting).gradients - parts.gradients)
         lost = int(_FRAGMENTATION * temporary) + gaps if self.is_cuda else 0
         process = self.process_bytes
-        made = replace(parts, buffers=self.buffers, context=context, fragmentation=lost, process=process)
+        teacher = 0 if self.teacher is None else self.teacher.num_bytes
+        made = replace(
+            parts, buffers=self.buffers, teacher=teacher, context=context, fragmentation=lost, process=process
+        )
         return Peak(highest.phase, made)
 
     def required(
@@ -385,6 +422,9 @@ class _Timeline:
 
     def phases(self) -> Iterator[Peak]:
         """Yield the phases in order of time."""
+        if (teacher := self.memory.teacher) is not None:
+            held = replace(self._accumulated(self.num_blocks), working=teacher.forward_bytes(self.tokens))
+            yield Peak("forward of the teacher", held)
         yield self._forward()
         yield from self._loss()
         for index in self._candidate_blocks():
@@ -415,7 +455,7 @@ class _Timeline:
             replace(
                 self._accumulated(self.num_blocks),
                 gathered=self._gathered(index, buffers=2 * self.gather_buffers),
-                activations=sum(self.kept[:index]),
+                activations=sum(self.kept[:index]) + self._taught(),
                 working=self.all_kept
                 + work.forward_extra(self.tokens, self.setting.mlp_tiles)
                 + work.dequantization_constant,
@@ -431,7 +471,7 @@ class _Timeline:
         held = replace(
             self._accumulated(self.num_blocks),
             gathered=self._gathered(self.num_blocks, buffers=self.gather_buffers),
-            activations=sum(self.kept) + (2 * self.tokens + rows + slopes) * self.token_bytes,
+            activations=sum(self.kept) + (2 * self.tokens + rows + slopes) * self.token_bytes + self._taught(),
         )
         num_bytes = self._logit_bytes() * logits
         yield Peak("loss", replace(held, reducing=held.reducing + self.head_grads, logits=num_bytes))
@@ -523,6 +563,8 @@ class _Timeline:
     def _chunk_elements(self, num_rows: int) -> int:
         """Return the number of logits computed at once for ``num_rows`` positions (see ``fctune.models.loss``)."""
         vocab, most = self.memory.architecture.vocab_size, self.setting.max_logits or MAX_LOGITS
+        if self.memory.teacher is not None:
+            most //= TEACHER_COPIES
         if num_rows * vocab <= most:
             return num_rows * vocab
         return min(num_rows, chunk_rows(vocab, most)) * vocab
@@ -532,11 +574,21 @@ class _Timeline:
 
         Under a head that trains, these are the log-softmax, its gradient and the gradient of the logits, in float32;
         under a frozen one the logits, their log-softmax in float32, which becomes its gradient in place, and a copy of
-        either in the other's dtype.
+        either in the other's dtype. Next to a teacher, the logits of both in the compute dtype, their log-softmax in
+        float32, and what the divergence keeps for its backward and computes there, also in float32: three tensors, or
+        eight with a mixture of both distributions.
         """
+        if self.memory.teacher is not None:
+            assert self.memory.config.distill is not None
+            return 2 * self.width + 4 * (5 if self.memory.config.distill.beta in (0, 1) else 10)
         if self.memory.trains_head:
             return 12
         return self.width + 4 + (0 if self.width == 4 else self.width if self.memory.is_cuda else 4)
+
+    def _taught(self) -> int:
+        """Return the bytes of the teacher's hidden states at the supervised positions, which wait for the loss."""
+        teacher = self.memory.teacher
+        return 0 if teacher is None else int(self.tokens * self.memory.supervised_share) * teacher.hidden_bytes
 
     def _updating(self) -> int:
         """Return the temporary bytes of the update: ``foreach``, torch's default, keeps a denominator per parameter."""

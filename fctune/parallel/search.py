@@ -20,7 +20,13 @@ from fctune.data.prepared_set import resolve_batch_size
 from fctune.data.row_lengths import RowLengths, choose_seq_len, measure_lengths
 from fctune.models.architecture import Architecture
 from fctune.models.causal_lm import CausalLM
-from fctune.models.planned_model import extend_architecture, find_architecture, find_planned_tokens, shape_model
+from fctune.models.planned_model import (
+    extend_architecture,
+    find_architecture,
+    find_planned_tokens,
+    shape_model,
+    shape_teacher,
+)
 from fctune.models.sources import read_architecture
 from fctune.parallel.context_parallel import check_context_parallelism
 from fctune.parallel.expert_parallel import check_expert_parallelism
@@ -109,7 +115,8 @@ class LayoutSearch:
         self.slots_per_pack = seq_len if size is None else size.slots / size.packs
         batch = self.config.global_batch_size
         self.packs = batch if size is None else min(batch, size.packs)  # of a step
-        self.memory = MemoryModel(self.model, self.config, gpu.memory_bytes, self.supervised_share)
+        teacher = shape_teacher(config)
+        self.memory = MemoryModel(self.model, self.config, gpu.memory_bytes, self.supervised_share, teacher=teacher)
         self.micro_batch_reason = ""
         if not isinstance(self.config.micro_batch_size, int):
             # As for the layout, which a run chooses before it knows which share of its data is supervised.
@@ -345,7 +352,8 @@ def _find_obstacle(config: RunConfig, architecture: Architecture, hardware: Hard
             return None
         # A row of nothing but supervised tokens takes the most memory.
         config = resolve_batch_size(config, seq_len, 1)
-        memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=hardware.device_type == "cuda")
+        teacher, is_cuda = shape_teacher(config, hardware.device_type), hardware.device_type == "cuda"
+        memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=is_cuda, teacher=teacher)
         layout = choose_layout(config, model, hardware, memory)
     except ConfigError as error:  # layers that attend otherwise at this length
         return str(error).rstrip(".")

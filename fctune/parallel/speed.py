@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from fctune.base.gpus import GPUS, Gpu
 from fctune.config.schema import RunConfig
@@ -74,7 +74,7 @@ class Flops:
     recomputed: float
     attention: float
     head: float
-    reference: float = 0.0  # forward pass of the blocks of the frozen base, in preference training
+    reference: float = 0.0  # forward pass of a frozen model: the base's blocks in preference training, or the teacher
 
     @property
     def total(self) -> float:
@@ -110,7 +110,7 @@ class KernelTimes:
     attention: float
     head: float  # and the loss
     other: float
-    reference: float = 0.0  # forward pass of the frozen base, in preference training
+    reference: float = 0.0  # forward pass of the frozen base, in preference training, or of a teacher
 
     @property
     def total(self) -> float:
@@ -195,7 +195,7 @@ def count_flops(
                 again = fraction * (sum(outputs) - in_tiles / mlp_tiles) + in_tiles - skipped
         recomputed_products += count * again
     products = (4 if adapter is not None else 6) * base + 6 * added
-    pair = a.num_layers * a.num_heads * a.head_dim * pairs_per_token
+    pair = _count_heads(a) * pairs_per_token
     recomputed = 2 * recomputed_products + (0 if is_by_operator else fraction * 4 * pair)
     head = a.vocab_size * a.embed_dim
     trains_head = adapter is None
@@ -203,6 +203,10 @@ def count_flops(
     reference = 0.0
     if memory.config.has_reference:
         reference, head_cost = 2 * base + 4 * pair, head_cost + 2
+    if memory.teacher is not None:
+        t = memory.teacher.architecture
+        reference = 2 * _count_active_weights(t) + 4 * _count_heads(t) * pairs_per_token
+        reference += 2 * supervised_share * t.vocab_size * t.embed_dim
     head_adapter = 0
     if adapter is not None and a.head in names:
         head_adapter = 6 * adapter.rank * (a.vocab_size + a.embed_dim)
@@ -361,21 +365,23 @@ def estimate_kernel_times(
         if mlp_tiles > 1:
             _, rest = count_block_bytes(a, block.without_mlps, config, width)
             in_tiles += count * (part.forward - rest.forward)
-    base = (6 if config.adapter is None else 4) * sum(block.num_active_weights for block in a.blocks)
+    base = (6 if config.adapter is None else 4) * _count_active_weights(a)
     adapters = max(thin.total / (bandwidth * _THIN), (flops.products - base) / (rate * _PRODUCTS))
     attend_again = 4 / 14 * flops.attention  # of a forward pass, if each block runs again
     recomputed_attention = 0.0 if config.activation_checkpointing.policy == "op" else fraction * attend_again
     recomputed = (flops.recomputed - recomputed_attention) / multiply + recomputed_attention / (rate * _ATTENTION)
     recomputed += (fraction * kernels.forward + (1 - fraction) * in_tiles) / (bandwidth * _FUSED)
+    # Tokens of a row that attend to all earlier ones of it are in one long conversation.
+    pairs = flops.attention / (14 * _count_heads(a))
     reference = 0.0
-    if flops.reference:
+    if memory.teacher is not None:
+        reference = _estimate_teacher_time(memory, gpu, flops.reference, pairs)
+    elif flops.reference:
         reference = (flops.reference - attend_again) / multiply + attend_again / (rate * _ATTENTION)
         reference += kernels.forward / (bandwidth * _FUSED)
     slower = _H100_TFLOPS * 1e6 / rate
-    # Tokens of a row that attend to all earlier ones of it are in one long conversation.
-    pairs = flops.attention / (14 * a.num_layers * a.num_heads * a.head_dim)
     short = max(0.0, 1 - (2 * pairs - 1) / config.data.row_tokens)
-    heads = a.num_layers * a.num_heads * a.head_dim / (_LAYERS * _WIDTH)
+    heads = _count_heads(a) / (_LAYERS * _WIDTH)
     moved = kernels.total + count_precision_bytes(memory, micro_batch_tokens, fraction)
     return KernelTimes(
         products=base / multiply,
@@ -387,6 +393,36 @@ def estimate_kernel_times(
         other=_OTHER * a.num_layers / _LAYERS * _H100_TFLOPS / gpu.bf16_tflops,
         reference=reference,
     )
+
+
+def _estimate_teacher_time(memory: MemoryModel, gpu: Gpu, flops: float, pairs: float) -> float:
+    """Estimate the microseconds per token of a teacher's forward pass, which has no adapters and no float8.
+
+    Args:
+        memory: Memory model of the run.
+        gpu: Rates of the GPU.
+        flops: Its FLOPs per token, of which ``count_flops`` makes the reference's.
+        pairs: Average number of tokens that a token attends to.
+    """
+    assert memory.teacher is not None
+    a, width = memory.teacher.architecture, memory.teacher.width
+    rate, bandwidth = gpu.tflops(width) * 1e6, gpu.memory_gb_s * 1e3  # FLOP and bytes per microsecond
+    products, attention = 2 * _count_active_weights(a), 4 * _count_heads(a) * pairs
+    head = flops - products - attention
+    plain = replace(memory.config, adapter=None, compile=False)
+    moved = sum(count_block_bytes(a, block, plain, width)[1].forward for block in a.blocks)
+    times = products / _PRODUCTS + attention / _ATTENTION + head / _HEAD
+    return times / rate + moved / (bandwidth * _FUSED)
+
+
+def _count_active_weights(a: Architecture) -> int:
+    """Return the weights of all blocks that a token is multiplied by."""
+    return sum(block.num_active_weights for block in a.blocks)
+
+
+def _count_heads(a: Architecture) -> int:
+    """Return the width of all layers' attention heads together."""
+    return a.num_layers * a.num_heads * a.head_dim
 
 
 def estimate_row_cost(memory: MemoryModel, fraction: float, max_logits: int | None = None) -> RowCost:

@@ -77,6 +77,7 @@ METRICS = (
     Metric("generation_time_s", "s", "time to generate and judge the batch", "rank 0; may overlap with training"),
     Metric("judging_time_s", "s", "part of generation_time_s in which answers were judged", "sum over ranks"),
     Metric("publish_time_s", "s", "time to hand the policy to the engine", "rank 0; part of data_time_s"),
+    Metric("sleep_time_s", "s", "time until the server was awake, and then asleep", "rank 0; part of data_time_s"),
     Metric("entropy", "nats/token", "minus the mean log-probability of the generated tokens", _GENERATED),
     Metric("teacher_tail", "share", "teacher's probability of the tokens that it does not name", _DISTILLED),
     Metric("teacher_time_s", "s", "time in which a teacher's server scored the step's answers", "part of data_time_s"),

@@ -36,7 +36,7 @@ from fctune.models.attention import AttentionKernel, choose_attention_kernel
 from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.hub import digest_model, resolve_model_dir
-from fctune.models.loss import Criterion
+from fctune.models.loss import TEACHER_COPIES, Criterion
 from fctune.models.precision import PrecisionPolicy, wide_dtype
 from fctune.models.sources import build_model, read_architecture
 from fctune.runs.device import compute_capability
@@ -127,7 +127,7 @@ class FullDivergence(Criterion):
         beta: See ``generalized_jsd``.
     """
 
-    num_copies = 6
+    num_copies = TEACHER_COPIES
 
     def __init__(self, hidden: Tensor, teacher: CausalLM, beta: float):
         self.per_row = (hidden,)

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError
@@ -22,6 +24,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.stop_tokens import read_eos_ids
 from fctune.engines.engine import PolicyEngine, Sampling
 from fctune.engines.local import LocalEngine
+from fctune.engines.policy_server import PolicyServer, PolicyServers
 from fctune.models.architecture import ALL_LINEAR
 from fctune.models.causal_lm import CausalLM
 from fctune.models.export import export_adapter
@@ -86,8 +89,9 @@ class PolicyTasks(TrainingData):
                 "asks, or concurrency in the file to 2 or more if each session has a state of its own."
             )
         engine: PolicyEngine | None
+        set_awake: Callable[[bool], None] | None = None
         if is_shared:
-            engine, publish = self._open_server(planned, stop_if_requested)
+            engine, publish, set_awake = self._open_server(planned, stop_if_requested)
         else:
             engine, publish = self._open_in_process(planned)
         return RolloutSource(
@@ -95,15 +99,17 @@ class PolicyTasks(TrainingData):
             log=planned.run.directory.rollouts,
             num_steps=planned.num_steps,
             is_shared=is_shared,
+            set_awake=set_awake,
             meanwhile=stop_if_requested,
             cost=planned.model.row_cost,
         )
 
     def _open_server(
         self, planned: PlannedRun, stop_if_requested: Callable[[], None]
-    ) -> tuple[PolicyEngine | None, Callable[[int], None]]:
-        """Return rank 0's engine, and the function that loads the adapter in training into the servers."""
-        server, directory, opened = self._section.server, planned.run.directory.path, list[PolicyEngine]()
+    ) -> tuple[PolicyEngine | None, Callable[[int], None], Callable[[bool], None] | None]:
+        """Return rank 0's engine, and functions that load the adapter in training and put the servers to sleep."""
+        server, directory = self._section.server, planned.run.directory.path
+        opened: list[PolicyServer | PolicyServers] = []
         adapter, base = planned.config.adapter, planned.config.model.path
         assert server is not None
         assert adapter is not None
@@ -127,7 +133,14 @@ class PolicyTasks(TrainingData):
             distributed.run_on_all_ranks(lambda: export_adapter(*arguments, prompting=planned.prompting))
             distributed.run_long_on_rank_0(lambda: opened[0].publish(exported, version), stop_if_requested)
 
-        return (opened[0] if opened else None), publish
+        def set_awake(is_awake: bool) -> None:
+            if is_awake:
+                distributed.run_on_all_ranks(torch.cuda.empty_cache)  # no rank may hold memory that a server needs
+                distributed.run_long_on_rank_0(lambda: opened[0].wake(), stop_if_requested)
+            else:
+                distributed.run_long_on_rank_0(lambda: opened[0].sleep())
+
+        return (opened[0] if opened else None), publish, set_awake if self._section.shares_gpus else None
 
     def _open_in_process(self, planned: PlannedRun) -> tuple[LocalEngine, Callable[[int], None]]:
         """Return this rank's engine, and the function that passes it the merged weights of the model in training."""

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import DataError
@@ -55,6 +57,8 @@ class RolloutSource:
         log: File of all answers, which rank 0 writes.
         num_steps: Last step of the run; nothing is generated for later ones.
         is_shared: One engine answers for all ranks, while they train.
+        set_awake: Wakes a shared engine that uses the ranks' memory up (True), or puts it to sleep (False), so that it
+            answers between steps alone; every rank calls it. None: the engine is always awake.
         meanwhile: Called on every rank while they wait for a shared engine; may end the wait with an error.
         cost: Cost of the rows that are dealt to ranks.
     """
@@ -71,6 +75,7 @@ class RolloutSource:
         log: Path,
         num_steps: int,
         is_shared: bool = False,
+        set_awake: Callable[[bool], None] | None = None,
         meanwhile: Callable[[], None] = lambda: None,
         cost: RowCost = DEFAULT_COST,
     ):
@@ -80,7 +85,7 @@ class RolloutSource:
         self._tasks, self._order, self._engine, self._publish = tasks, order, engine, publish
         self._make_bounds, self._log, self._is_shared = make_bounds, log, is_shared
         num_batches = math.ceil(num_steps / self._section.updates_per_batch)
-        self._meanwhile, self._cost = meanwhile, cost
+        self._set_awake, self._meanwhile, self._cost = set_awake, meanwhile, cost
         log_once = logger.warning if world.is_main else lambda line: None
         num_ahead = self._section.max_staleness if is_shared else 0
         self._collector = RolloutCollector(self._section, order, num_batches, num_ahead, log_once)
@@ -96,9 +101,15 @@ class RolloutSource:
             num_at_once = num_at_once if tasks.num_at_once is None else min(num_at_once, tasks.num_at_once)
             self._threads = ThreadPoolExecutor(num_at_once, thread_name_prefix="rollouts")
         self._published: int | None = None
-        self._publish_s = 0.0
+        self._publish_s = self._switch_s = 0.0  # of this batch
 
     def __enter__(self) -> RolloutSource:
+        if self._set_awake is not None:
+            try:
+                self._set_awake(False)  # a resumed step may need no answers
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         return self
 
     def __exit__(
@@ -106,6 +117,10 @@ class RolloutSource:
     ) -> None:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._set_awake is not None:
+            torch.cuda.empty_cache()  # for the server, which is woken up as it is closed
+            if error is None:
+                distributed.barrier()
         for opened in (self._engine, self._tasks):
             if (close := getattr(opened, "close", None)) is not None:  # only environments have processes to close
                 close()
@@ -184,6 +199,10 @@ class RolloutSource:
 
     def _next_batch(self, number: int, step: int) -> RolloutBatch:
         """Return the batch to train next; answers from now on are those of the current weights."""
+        if self._set_awake is not None:
+            started = time.perf_counter()
+            self._set_awake(True)
+            self._switch_s = time.perf_counter() - started
         self._publish_now(step)
         if not self._is_shared:
             assert self._engine is not None
@@ -195,7 +214,12 @@ class RolloutSource:
                 self._due = Future()
                 self._collector.update(number)
                 self._go_on()
-        return distributed.wait_for_rank_0(self._due, self._meanwhile)
+        batch = distributed.wait_for_rank_0(self._due, self._meanwhile)
+        if self._set_awake is not None:
+            started = time.perf_counter()
+            self._set_awake(False)
+            self._switch_s += time.perf_counter() - started
+        return batch
 
     def _publish_now(self, step: int) -> None:
         """Publish the policy with all updates before ``step``, unless that has been done."""
@@ -264,6 +288,8 @@ class RolloutSource:
             "judging_time_s": sum(one.judging_s for one in rollouts),
             "publish_time_s": self._publish_s,
         }
+        if self._set_awake is not None:
+            metrics["sleep_time_s"] = self._switch_s
         metrics |= {f"answers_rejected/{kind}": count for kind, count in sorted(rejected.items())}
         if any(one.further for one in rollouts):
             metrics["sequences_trained"] = len(self._trained)

@@ -53,6 +53,7 @@ from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, count_parameters, describe_adapters, find_frozen_experts
 from fctune.models.loss import chunk_rows
 from fctune.models.packing_proof import prove_packing
+from fctune.models.planned_model import shape_teacher
 from fctune.models.precision import check_device, choose_precision
 from fctune.models.sources import build_model, read_architecture
 from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
@@ -481,7 +482,9 @@ def _describe_memory(model: CausalLM, config: RunConfig, world: World) -> tuple[
     hardware, is_cuda = _describe_hardware(world), world.device.type == "cuda"
     # Ranks must come to the same layout, so rank 0's measurement is everybody's.
     process_bytes = 0 if is_cuda else distributed.run_on_rank_0(lambda: int(active_memory_gib(world.device) * GIB))
-    return hardware, MemoryModel(model, config, hardware.memory_bytes, is_cuda=is_cuda, process_bytes=process_bytes)
+    teacher = shape_teacher(config, world.device.type)
+    options: dict[str, Any] = {"is_cuda": is_cuda, "process_bytes": process_bytes, "teacher": teacher}
+    return hardware, MemoryModel(model, config, hardware.memory_bytes, **options)
 
 
 def start_state(model: CausalLM, config: RunConfig, num_steps: int, gradient_sync: GradientSync) -> TrainState:

@@ -55,6 +55,19 @@ def test_a_server_is_named_exactly_if_it_generates() -> None:
     assert "engine=in_process" in find_problems(GRPOConfig(cases=cases, server=server))[0]
 
 
+def test_a_server_that_sleeps_while_the_model_trains_cannot_answer_ahead() -> None:
+    server = ServerConfig(url="http://127.0.0.1:8000", sleeps_while_training=True)
+
+    def check(staleness: int) -> list[str]:
+        config = GRPOConfig(cases="environment:files:10", engine="server", server=server, max_staleness=staleness)
+        return find_problems(config)
+
+    assert not check(0)
+    (problem,) = check(1)
+    assert "grpo.max_staleness=1: grpo.server.sleeps_while_training=true" in problem
+    assert "set grpo.max_staleness=0" in problem
+
+
 @pytest.mark.parametrize(
     ("url", "problem"),
     [

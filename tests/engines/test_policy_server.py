@@ -484,3 +484,99 @@ def test_several_servers_share_dialogues_which_stay_where_they_began(
     assert engine.describe()["url"] == urls
     engine.close()
     assert not any(server.adapters for server in servers)
+
+
+def list_paths(server: VllmStandIn, *ignored: str) -> list[str]:
+    return [path for path, _ in server.requests if path not in ignored]
+
+
+def test_a_server_that_shares_the_gpu_sleeps_between_two_batches_of_answers(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer], make_adapter: Callable[..., Path]
+) -> None:
+    server = serve()
+    engine = connect(server, can_sleep=True)
+    engine.sleep()
+    assert not server.is_awake.is_set()
+    engine.wake()
+    engine.publish(make_adapter(1), 1)
+    answered = ask(engine)
+    assert {(answer.version, answer.error) for answer in answered} == {(1, None)}
+    engine.sleep()
+    engine.wake()
+    assert [answer.ids for answer in ask(engine)] == [answer.ids for answer in answered], "with the adapter as it was"
+    engine.sleep()
+    engine.close()
+    assert server.is_awake.is_set()
+    assert not server.adapters
+    batch = ["/wake_up", "/v1/load_lora_adapter", "/v1/completions", "/sleep?level=1"]
+    found = list(dict.fromkeys(list_paths(server, "/tokenize")[2:]))
+    assert found == [*batch, "/v1/unload_lora_adapter"]
+    assert list_paths(server)[-2:] == ["/wake_up", "/v1/unload_lora_adapter"]
+
+
+def test_several_servers_that_share_gpus_all_sleep(
+    serve: Callable[..., VllmStandIn], template: ChatTemplate, tmp_path: Path
+) -> None:
+    servers = [serve(), serve()]
+    config = ServerConfig(url=",".join(one.url for one in servers), sleeps_while_training=True)
+    engine = open_server_engine(config, template, tmp_path)
+    engine.sleep()
+    assert [one.is_awake.is_set() for one in servers] == [False, False]
+    engine.close()
+    assert [one.is_awake.is_set() for one in servers] == [True, True]
+
+
+def test_a_server_that_a_killed_process_left_asleep_is_woken_up_before_its_adapters_are_touched(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer], make_adapter: Callable[..., Path]
+) -> None:
+    server = serve()
+    killed = connect(server, can_sleep=True)
+    killed.publish(make_adapter(1), 1)
+    killed.sleep()
+    server.requests.clear()
+    engine = connect(server, can_sleep=True, is_resumed=True)
+    assert not server.adapters
+    assert list_paths(server, "/tokenize") == ["/wake_up", "/v1/unload_lora_adapter"]
+    assert not any(answer.error for answer in ask(engine))
+
+
+def test_a_server_without_sleep_mode_is_refused_at_the_start_with_the_flags_that_it_needs(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer]
+) -> None:
+    with pytest.raises(ConfigError, match=r"/wake_up: HTTP 404.*--enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"):
+        connect(serve(has_sleep_mode=False), can_sleep=True)
+    assert not any(answer.error for answer in ask(connect(serve(has_sleep_mode=False)))), "nor is it needed otherwise"
+
+
+def test_a_server_that_fails_to_wake_up_is_waited_for_and_then_named(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer]
+) -> None:
+    server, said = serve(), list[str]()
+    engine = connect(server, can_sleep=True, log=said.append, patience=ServerPatience(0.02, 0.5, QUICK.retry))
+    engine.sleep()
+    server.num_failing_to_wake = 3
+    engine.wake()
+    assert server.is_awake.is_set()
+    assert "is unavailable (/wake_up: HTTP 500: " in said[0]
+    assert "out of memory" in said[0]
+    assert "is back after" in said[1]
+    engine.sleep()
+    server.num_failing_to_wake = 10**6
+    with pytest.raises(ConfigError, match=rf"{server.url}: unavailable for .*/wake_up: .*out of memory"):
+        engine.wake()
+    engine.close()
+    assert f"POST {server.url}/wake_up does" in said[-1]
+
+
+def test_a_server_that_was_restarted_while_it_slept_is_waited_for(
+    serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer], make_adapter: Callable[..., Path]
+) -> None:
+    server = serve()
+    engine = connect(server, can_sleep=True)
+    engine.publish(make_adapter(1), 1)
+    before = [answer.ids for answer in ask(engine)]
+    engine.sleep()
+    server.stop()
+    threading.Timer(0.3, server.start).start()
+    engine.wake()
+    assert [answer.ids for answer in ask(engine)] == before, "by the adapter that was loaded again"

@@ -1,7 +1,8 @@
 """A small HTTP server with the part of vLLM's API that rollouts use, on transformers models: ids and logprobs are true.
 
 Messages and statuses are those of vLLM 0.32: ``entrypoints/serve/lora/api_router.py`` and
-``entrypoints/openai/models/serving.py``.
+``entrypoints/openai/models/serving.py``. Asleep, it holds requests until it is woken up (``v1/engine/core.py``), and
+loading an adapter, which needs the memory that it gave up, ends the engine.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class VllmStandIn:
         self.max_model_len = options.pop("max_model_len", 2048)
         self.max_logprobs = options.pop("max_logprobs", 20)
         self.is_blind = options.pop("is_blind", False)
+        self.has_sleep_mode = options.pop("has_sleep_mode", True)
         self.names = options.pop("names", ["base"])
         assert not options
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -101,7 +103,8 @@ class VllmStandIn:
         self.delay_s = 0.0
         self.is_answering = threading.Event()  # cleared, requests wait
         self.is_answering.set()
-        self.num_failing = 0
+        self.num_failing = self.num_failing_to_wake = 0
+        self.is_awake = threading.Event()
         self.fails_with: tuple[int, str] | None = None
         # Spoils answers by a name of LIES; it gets the request, and None leaves an answer true.
         self.choose_lie: Callable[[dict[str, Any]], str | None] = lambda body: None
@@ -113,6 +116,7 @@ class VllmStandIn:
 
     def start(self) -> None:
         self.adapters = {}
+        self.is_awake.set()
         handler = type("Handler", (_Handler,), {"app": self})
         self._server = _Server(("127.0.0.1", self.port), handler)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
@@ -132,6 +136,8 @@ class VllmStandIn:
             if path == "/v1/completions" and self.fails_with is not None:
                 return self.fails_with[0], {"error": {"message": self.fails_with[1]}}
         routes = {"/v1/completions": self._complete, "/tokenize": self._tokenize, "/detokenize": self._detokenize}
+        if self.has_sleep_mode:
+            routes |= {"/sleep?level=1": self._sleep, "/wake_up": self._wake}
         if self.updates_at_run_time:
             routes |= {"/v1/load_lora_adapter": self._load, "/v1/unload_lora_adapter": self._unload}
         return routes[path](body) if path in routes else (404, {"detail": "Not Found"})
@@ -166,7 +172,21 @@ class VllmStandIn:
     def _detokenize(self, body: dict[str, Any]) -> tuple[int, Any]:
         return 200, {"prompt": self.tokenizer.decode(body["tokens"])}
 
+    def _sleep(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.is_awake.clear()
+        return 200, {"status": "sleeping", "level": 1}
+
+    def _wake(self, body: dict[str, Any]) -> tuple[int, Any]:
+        with self.lock:
+            self.num_failing_to_wake -= 1
+            if self.num_failing_to_wake >= 0:
+                return 500, {"error": {"message": "CUDA Error: out of memory"}}
+        self.is_awake.set()
+        return 200, {"status": "awake", "tags": None}
+
     def _load(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if not self.is_awake.is_set():
+            return 500, {"error": {"message": "EngineCore encountered an issue."}}
         name, path = body["lora_name"], Path(body["lora_path"])
         if name in self.adapters:
             return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded. If you want ..."}}
@@ -203,6 +223,7 @@ class VllmStandIn:
             return 400, {"error": {"message": said}}
         time.sleep(self.delay_s)
         self.is_answering.wait()
+        self.is_awake.wait()
         if "prompt_logprobs" in body:
             if (num := body["prompt_logprobs"]) > self.max_logprobs:
                 said = f"Requested prompt logprobs of {num}, which is greater than max allowed: {self.max_logprobs}"
@@ -260,7 +281,10 @@ class _Handler(BaseHTTPRequestHandler):
     app: VllmStandIn
 
     def do_GET(self) -> None:
-        self._send(200, self.app.list_models()) if self.path == "/v1/models" else self._send(404, {})
+        if self.path == "/is_sleeping" and self.app.has_sleep_mode:
+            self._send(200, {"is_sleeping": not self.app.is_awake.is_set()})
+        else:
+            self._send(200, self.app.list_models()) if self.path == "/v1/models" else self._send(404, {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -295,6 +295,26 @@ def test_the_planned_peak_of_a_small_model_is_within_a_twentieth_of_the_trackers
     assert compare(Case(str(model_dir), setting, raw))["error"] == pytest.approx(0, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("raw", "setting", "beta", "vocab_size"),
+    [
+        (LORA | {"precision": "fp32"}, Setting("none", 1, 1, 1.0, 2), 1.0, 2048),
+        (LORA | {"precision": "fp32"}, Setting("none", 1, 1, 1.0, 2), 0.5, 60_000),
+        (FULL, Setting("fsdp", 1, 4, 0.5, 2), 0.0, 2048),
+    ],
+    ids=str,
+)
+def test_the_planned_peak_of_a_distillation_is_within_a_twentieth_of_the_trackers(
+    raw: dict[str, Any], setting: Setting, beta: float, vocab_size: int, make_model: Callable[..., Path]
+) -> None:
+    shared = {"max_position_embeddings": 4096, "vocab_size": vocab_size, "num_attention_heads": 8}
+    student = make_model("llama", hidden_size=512, intermediate_size=1792, num_hidden_layers=4, **shared)
+    teacher = make_model("llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=3, **shared)
+    distill = {"teacher": str(teacher), "on_policy_share": 0.0, "beta": beta}
+    case = Case(str(student), setting, raw | {"distill": distill})
+    assert compare(case)["error"] == pytest.approx(0, abs=0.05)
+
+
 SIZES = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 4}
 
 

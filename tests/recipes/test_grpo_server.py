@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import threading
 import time
 from collections import Counter
@@ -12,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from fctune.base.distributed import World
+from fctune.checkpoint import fault_hooks
 from tests.conftest import TINY_BASE
 from tests.engines.vllm_stand_in import VllmStandIn
 from tests.ranks import run_ranks
@@ -32,9 +36,13 @@ def server() -> Iterator[VllmStandIn]:
     started.stop()
 
 
-def train(output: Path, server: VllmStandIn, *overrides: str) -> dict[str, Any]:
+def list_words(output: Path, server: VllmStandIn, *overrides: str) -> list[str]:
     words = ["--config", CONFIGS["grpo"], f"output_dir={output / 'run'}", *SMALL]
-    words += ["grpo.engine=server", f"grpo.server.url={server.url}", REWARD, *overrides]
+    return [*words, "grpo.engine=server", f"grpo.server.url={server.url}", REWARD, *overrides]
+
+
+def train(output: Path, server: VllmStandIn, *overrides: str) -> dict[str, Any]:
+    words = list_words(output, server, *overrides)
     done: dict[str, Any] = run_ranks(run_kind_on_rank, 1, words, "grpo")[0]
     return done
 
@@ -104,6 +112,50 @@ def test_a_run_that_waits_for_a_lost_server_stops_on_request_and_resumes(
     assert [one["step"] for one in read_lines(tmp_path, "metrics.jsonl")] == [1, 2, 3, 4]
     rows = read_lines(tmp_path, "rollouts.jsonl")
     assert len({(row["batch"], row["case_id"], row["sample"]) for row in rows}) == len(rows), "each answer counts once"
+
+
+def die_in_the_second_update(world: World, argv: list[str]) -> None:
+    def die(phase: str, name: str) -> None:
+        if (phase, name) == ("update", "2"):
+            os._exit(9)
+
+    fault_hooks.listen(die)
+    run_kind_on_rank(world, argv, "grpo")
+
+
+ASLEEP = ("grpo.max_staleness=0", "grpo.server.sleeps_while_training=true")
+
+
+def test_a_server_on_the_trainers_gpu_is_asleep_during_each_step_and_awake_when_the_run_ends_or_resumes(
+    tmp_path: Path, server: VllmStandIn
+) -> None:
+    options = (*ASLEEP, "max_steps=3", "checkpoint.every=1")
+    with pytest.raises(RuntimeError, match=r"died \(9\)"):
+        run_ranks(die_in_the_second_update, 1, list_words(tmp_path, server, *options))
+    assert not server.is_awake.is_set(), "a killed process wakes nothing up"
+    assert train(tmp_path, server, *options)["code"] == 0
+    assert server.is_awake.is_set()
+    assert not server.adapters
+    assert [one["step"] for one in read_lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+    assert not [row["error"] for row in read_lines(tmp_path, "rollouts.jsonl") if row["error"]]
+    found = [path for path, _ in server.requests if path != "/tokenize"]
+    before, *batches = " ".join(found).split("/v1/load_lora_adapter")
+    assert len(batches) == 4, "two of the killed process"
+    start = "/wake_up /sleep?level=1 /wake_up "
+    assert before == start
+    answers = r"( /v1/completions)+ /sleep\?level=1 /wake_up"
+    unload = "( /v1/unload_lora_adapter)?"
+    # The version before is unloaded once the next one is there, and those of the killed process when the run resumes.
+    orders = [answers, f"{unload}{answers}( /v1/unload_lora_adapter)+ /sleep\\?level=1 /wake_up", answers]
+    for order, batch in zip([*orders, f"{unload}{answers}{unload}"], batches, strict=True):
+        assert re.fullmatch(order, batch.rstrip()), batch
+
+
+def test_a_run_that_fails_leaves_its_server_awake(tmp_path: Path, server: VllmStandIn) -> None:
+    server.choose_lie = lambda body: "NaN"
+    assert train(tmp_path, server, *ASLEEP, "max_steps=1")["code"] == 2
+    assert any(path == "/sleep?level=1" for path, _ in server.requests)
+    assert server.is_awake.is_set()
 
 
 def read_end(output: Path) -> dict[str, Any]:

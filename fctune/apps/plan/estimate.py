@@ -65,7 +65,8 @@ class RolloutPlan:
         num_gpus: GPUs that generate, each with a share of the weights and of the cache.
         weights_bytes: Weights on each of them.
         cache_bytes: KV cache on each of them for all answers in progress, each as long as it may become.
-        training_bytes: Training state on each of them, which stays there while ranks generate in process.
+        training_bytes: Training state on each of them, which stays there while ranks or a server on their GPUs
+            generate.
         memory_bytes: Memory of one.
         num_answers: Answers of a batch in which no group is dropped.
         num_concurrent: Answers in progress.
@@ -128,7 +129,7 @@ def plan_rollouts(
         gpu: The GPUs.
         num_gpus: GPUs that generate: of the servers, or of all ranks in process, which do not share the weights.
         pack_s: Seconds that training takes for one row of ``data.seq_len`` tokens.
-        training_bytes: Memory of training on a rank between two steps.
+        training_bytes: Memory of training on a rank between two steps, if the same GPUs generate.
     """
     if (section := config.rollouts) is None:
         return None
@@ -155,7 +156,7 @@ def plan_rollouts(
         num_gpus=num_gpus,
         weights_bytes=weights,
         cache_bytes=cache,
-        training_bytes=0.0 if is_server else training_bytes,
+        training_bytes=0.0 if is_server and not section.shares_gpus else training_bytes,
         memory_bytes=gpu.memory_bytes,
         num_answers=num_answers,
         num_concurrent=concurrent,
@@ -192,7 +193,7 @@ def estimate_run(
     config, memory, gpus = search.config, search.memory, setting.world_size
     nodes = max(1, gpus // request.gpus_per_node)
     section, footprint, step_s = config.rollouts, peak.footprint, time.total_s
-    is_served = section is not None and section.engine == "server"
+    is_served = section is not None and section.engine == "server" and not section.shares_gpus
     server_gpus = (request.server_gpus or request.gpus_per_node) if is_served else 0
     rollouts = plan_rollouts(
         config,
@@ -201,7 +202,7 @@ def estimate_run(
         request.gpu,
         server_gpus or gpus,
         time.total_s / config.global_batch_size,
-        footprint.state + footprint.buffers + footprint.context,
+        footprint.state + footprint.buffers + footprint.teacher + footprint.context,
     )
     if rollouts is not None and section is not None:
         step_s = rollouts.batch_s / section.updates_per_batch

@@ -46,6 +46,9 @@ class ServerConfig:
     """Largest number of requests in flight, on each server."""
     max_wait_s: Annotated[float, Range(gt=0)] = 1800.0
     """Seconds to wait for an unavailable server; then the run ends, and the same command resumes it."""
+    sleeps_while_training: bool = False
+    """The server shares the trainer's GPUs: it gives up its memory before each optimizer step and gets it back before
+    the next answers. Takes `max_staleness: 0`, and vLLM with `--enable-sleep-mode` and `VLLM_SERVER_DEV_MODE=1`."""
 
     @property
     def urls(self) -> list[str]:
@@ -157,6 +160,11 @@ class RolloutConfig:
         """Dialogues that servers answer at a time."""
         return 64 if self.server is None else self.server.concurrency * len(self.server.urls)
 
+    @property
+    def shares_gpus(self) -> bool:
+        """True if the servers answer on the GPUs that train, between steps."""
+        return self.server is not None and self.server.sleeps_while_training
+
     def check(self, where: str, problems: SectionProblems) -> None:
         """Check that local cases exist, and that a server is named if one generates."""
         if (self.engine == "server") != (self.server is not None):
@@ -165,6 +173,14 @@ class RolloutConfig:
             problems.add(
                 ("engine", "server"),
                 f"{key}={self.engine}: {other} is required by engine=server, and only by that; {remedy}",
+            )
+        if self.shares_gpus and self.max_staleness > 0:
+            key = join_key(where, "max_staleness")
+            problems.add(
+                ("max_staleness", "server"),
+                f"{key}={self.max_staleness}: {join_key(where, 'server')}.sleeps_while_training=true lets no server "
+                f"answer during the steps, and staleness means that it does; set {key}=0, or give the server GPUs of "
+                "its own and remove sleeps_while_training",
             )
         self._check_shares(join_key(where, "category_shares"), problems)
         if is_dialogue_source(self.cases):

@@ -163,6 +163,7 @@ def open_server_engine(
             is_resumed=is_resumed,
             log=log,
             key=f"{section}.server",
+            can_sleep=config.sleeps_while_training,
         )
         for url in config.urls
     ]

@@ -441,3 +441,30 @@ def test_qwen3_30b_a3b_in_nf4_fits_on_one_48_gb_gpu() -> None:
     saved = (experts + linears) * (2 - 0.5 - 1 / 64 - 2 / 16_384) - means
     assert plain[0] - packed[0] == pytest.approx(saved, abs=9999)
     assert (plain[1], packed[1]) == (False, True)
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.5])
+def test_a_distillation_counts_its_teachers_weights_forward_pass_and_logits(beta: float) -> None:
+    teacher = "hf:meta-llama/Llama-3.1-8B"
+    adapter = {"rank": 16, "modules": ["q_proj"]}
+    raw = {"adapter": adapter, "precision": "bf16", "activation_checkpointing": {"fraction": 1.0}}
+    distill = {"teacher": teacher, "on_policy_share": 0.0, "beta": beta}
+    # A local teacher must exist; one on the hub need not be here to be counted.
+    student = "hf:meta-llama/Llama-3.2-1B"
+    alone = make_plan(make_config(student, 2048, **raw), PlanRequest(find_gpu("h100"), rows=100, mean_tokens=500))
+    taught = make_plan(
+        make_config(student, 2048, **raw, distill=distill), PlanRequest(find_gpu("h100"), rows=100, mean_tokens=500)
+    )
+    parameters = 8_030_261_248  # as published
+    buffers = taught.peak.footprint.teacher - 2 * parameters
+    assert 0 <= buffers < 2**24, "rotary tables"
+    assert alone.peak.footprint.teacher == 0
+    # Two operations a weight and token, of which the embedding has none, and the head at supervised positions alone.
+    embedding = 128_256 * 4096
+    share = taught.search.supervised_share
+    least = 2 * (parameters - 2 * embedding) + 2 * embedding * share
+    attention = 4 * 32 * 4096 * taught.search.pairs_per_token
+    assert taught.flops.reference == pytest.approx(least + attention, rel=1e-3)
+    assert taught.kernel_times.reference > taught.flops.reference / (find_gpu("h100").bf16_tflops * 1e6)
+    assert taught.estimate.step_s > alone.estimate.step_s
+    assert taught.search.memory.teacher is not None

@@ -86,6 +86,19 @@ def test_training_stays_in_the_memory_of_ranks_that_generate() -> None:
     assert not own.fits
 
 
+def test_a_server_that_sleeps_while_the_model_trains_needs_no_gpus_of_its_own(make_model: Any) -> None:
+    served = serve()
+    served["server"]["sleeps_while_training"] = True
+    config = make_config(str(make_model("llama")), max_staleness=0, **served)
+    config.max_steps = 10
+    found = make_plan(config, PlanRequest(H100, gpus_per_node=8, rows=10, mean_tokens=10))
+    rollouts, footprint = found.estimate.rollouts, found.peak.footprint
+    assert rollouts is not None
+    assert (rollouts.num_gpus, found.estimate.num_gpus) == (8, 8)
+    assert rollouts.training_bytes == footprint.state + footprint.buffers + footprint.context
+    assert not rollouts.is_overlapped
+
+
 def test_the_plan_of_a_run_has_both_sides(make_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from fctune.apps.plan.table import print_plan
     from fctune.base.terminal import Terminal
