@@ -85,9 +85,10 @@ def test_ranks_send_and_gather_as_many_bytes_as_planned(
     setting = Setting("fsdp", 1, 2, fraction, 1, expert=expert)
     planned = count_expert_exchange(memory, setting, 128)
     gathered, _, _ = count_communication(memory, setting, 1)
-    for rows, _, weights in found:
-        # Half of a rank's rows stay if tokens choose all experts equally often.
-        assert rows / 2 == planned
+    # Half of the rows stay if tokens choose all experts equally often. What returns is as many rows as arrived.
+    if expert > 1:
+        assert sum(rows for rows, _, _ in found) / 2 == 2 * planned
+    for _, _, weights in found:
         assert weights == pytest.approx(gathered, rel=0.02)  # shards are filled up to equal sizes
     if expert == 1:
         assert planned == 0
@@ -130,7 +131,7 @@ def test_auto_is_about_the_fastest_of_the_numbers_that_fit(
 
 def test_auto_spreads_experts_where_a_step_fits_in_no_other_way() -> None:
     name, overrides = "qwen3_30b_a3b_lora", ("~adapter", "precision=bf16_mixed", "micro_batch_size=1")
-    request = PlanRequest(find_gpu("h100", {"--gpu-memory-gib": 83}), 1, 8)
+    request = PlanRequest(find_gpu("h100", {"--gpu-memory-gib": 73}), 1, 8)
 
     def fits(number: int | str) -> tuple[bool, Plan]:
         found = plan(name, request, f"parallel.expert={number}", *overrides)
@@ -181,7 +182,7 @@ def test_a_resumed_run_keeps_its_number_of_ranks_while_it_fits(tmp_path: Path) -
     memory = plan_memory(config)
     model = shape_model(config, read_architecture(base), device_type="cpu")
 
-    def choose(num_ranks: int, kept: int | None, gib: float = 1) -> tuple[int, str | None]:
+    def choose(num_ranks: int, kept: int | None, gib: float = 8) -> tuple[int, str | None]:
         return choose_expert_ranks(model, Hardware("cpu", num_ranks, num_ranks, int(gib * GIB)), memory, kept)
 
     assert choose(4, None) == (1, "a step fits in memory without more")
