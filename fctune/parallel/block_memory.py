@@ -51,7 +51,7 @@ class BlockActivations:
     kept_policy_op: int  # kept under activation checkpointing with policy op
     kept_policy_block: int  # kept under policy block: the block's input
     temporary: int  # in addition, at the peak of the block's backward
-    dequantization: int  # in addition, while backward dequantizes a 4-bit weight
+    dequantization: int  # in addition, while backward dequantizes a weight
     dequantization_constant: int  # the same, per block
     kept_by_mlps: int = 0  # part of ``kept`` that MLPs in tiles do not keep
     copies_by_mlps: int = 0  # the same of ``adapter_copies``
@@ -133,7 +133,7 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
 
 
 def count_dequantization(block: Block, config: RunConfig, width: int) -> tuple[int, int]:
-    """Return the bytes per token, and those per block, that backward needs while it dequantizes a 4-bit weight.
+    """Return the bytes per token, and those per block, that backward needs while it dequantizes a weight.
 
     Of experts, these are all that a rank holds or gathers.
     """
@@ -144,7 +144,7 @@ def count_dequantization(block: Block, config: RunConfig, width: int) -> tuple[i
         # Two halves as 64-bit indices, looked up, scaled and concatenated: torchao's get_original_weight.
         constant = (8 + 3 * width) * largest.in_dim * largest.out_dim
     per_token = (largest.in_dim + largest.out_dim) * width
-    if adapter is not None and adapter.base in ("nf4", "mxfp4") and block.experts:
+    if adapter is not None and adapter.base != "bf16" and block.experts:
         # One weight of all experts, and what the rows of a product read and write.
         sizes = [(e.num_experts * e.in_dim * e.out_dim, e.num_chosen * (e.in_dim + e.out_dim)) for e in block.experts]
         most, rows = max(sizes)

@@ -166,8 +166,8 @@ class ParameterGroup:
         self.expert_gradient_bytes = sum(t.local_numel(1) * t.itemsize for t in experts if t.is_trained)
         reduced = sum(t.numel * (4 if is_mixed else t.itemsize) for t in trained)
         self.reduction_bytes = reduced + self.expert_gradient_bytes
-        # Spread experts that are cast to the compute dtype while they multiply: not those in 4 bits, whose dequantized
-        # weights no backward keeps.
+        # Spread experts that are cast to the compute dtype while they multiply: not quantized ones, whose
+        # dequantized weights no backward keeps.
         copied = [t for t in experts if t.is_trained and not t.is_adapter and t.itemsize != width]
         self.copied_bytes = sum(t.local_numel(1) * width for t in copied)
 

@@ -308,11 +308,12 @@ def _count_eager_adapter_bytes(adapter: AdapterConfig, inputs: int, outputs: int
 
 
 def count_precision_bytes(memory: MemoryModel, micro_batch_tokens: float, fraction: float) -> float:
-    """Count the bytes per token that rounding to float8 and dequantizing 4 bits move.
+    """Count the bytes per token that rounding to float8 and dequantizing move.
 
     The input and weight of a product are rounded in forward and backward, the gradient in backward; compiled, linears
     that read the same tensor share its rounding. A frozen float8 base is rounded before training, and transposed in
-    backward. What a frozen base has in 4 bits is dequantized for each product, in checkpointed blocks once more.
+    backward. What a frozen base has in 4 bits, and experts in 8, are dequantized for each product, in checkpointed
+    blocks once more.
 
     Args:
         memory: Memory model of the run.
@@ -322,20 +323,22 @@ def count_precision_bytes(memory: MemoryModel, micro_batch_tokens: float, fracti
     adapter, a = memory.config.adapter, memory.architecture
     linears = [linear for block in a.blocks for linear in block.linears]
     weights = sum(linear.in_dim * linear.out_dim for linear in linears)
-    if adapter is not None and adapter.base in ("nf4", "mxfp4"):
+    moved = 0.0
+    if adapter is not None and adapter.base != "bf16":
         experts = sum(e.num_experts * e.in_dim * e.out_dim for block in a.blocks for e in block.experts)
         experts //= memory.config.parallel.expert_ranks  # what the rank holds
         dequantized = experts + (weights if adapter.base == "nf4" else 0)
-        return dequantized * (NF4_BYTES_PER_WEIGHT + 2) * (2 + fraction) / micro_batch_tokens
+        stored = 1 if adapter.base == "float8" else NF4_BYTES_PER_WEIGHT
+        moved = dequantized * (stored + 2) * (2 + fraction) / micro_batch_tokens
     is_base = adapter is not None and adapter.base == "float8"
     if not (is_base or memory.precision.has_float8_matmuls):
-        return 0.0
+        return moved
     inputs, outputs = sum(linear.in_dim for linear in linears), sum(linear.out_dim for linear in linears)
     if memory.config.compile:
         branches = [branch for block in a.blocks for branch in block.branches]
         inputs = sum(sum({linear.in_dim for linear in branch.inputs}) + branch.output.in_dim for branch in branches)
     if is_base:
-        return _ROUNDING_BY_ROW * (inputs + outputs) + 2 * weights / micro_batch_tokens
+        return moved + _ROUNDING_BY_ROW * (inputs + outputs) + 2 * weights / micro_batch_tokens
     return _ROUNDING_BY_TENSOR * (2 * inputs + outputs + 2 * weights / micro_batch_tokens)
 
 
@@ -390,20 +393,23 @@ def estimate_kernel_times(
     )
 
 
-def estimate_row_cost(memory: MemoryModel, fraction: float, max_logits: int | None = None) -> RowCost:
+def estimate_row_cost(
+    memory: MemoryModel, fraction: float, max_logits: int | None = None, mlp_tiles: int = 1
+) -> RowCost:
     """Estimate the cost of a row in picoseconds of an H100, by which rows are dealt to ranks whatever their device.
 
     Args:
         memory: Memory model of the run.
         fraction: Share of the blocks that are checkpointed.
         max_logits: Logits computed in one chunk; None takes the default.
+        mlp_tiles: Parts of a row in which MLPs are computed.
     """
     seq_len = memory.config.data.row_tokens
 
     def time_position(supervised_share: float, pairs: float) -> float:
-        flops = count_flops(memory, fraction, supervised_share, pairs, max_logits)
+        flops = count_flops(memory, fraction, supervised_share, pairs, max_logits, mlp_tiles=mlp_tiles)
         tokens = memory.config.micro_batch_packs * seq_len
-        return 1e6 * estimate_kernel_times(memory, GPUS["h100"], fraction, flops, tokens).total
+        return 1e6 * estimate_kernel_times(memory, GPUS["h100"], fraction, flops, tokens, mlp_tiles).total
 
     plain, pairs = time_position(0.0, 1.0), (seq_len + 1) / 2
     pair = (time_position(0.0, pairs) - plain) / max(1.0, pairs - 1)
@@ -411,12 +417,18 @@ def estimate_row_cost(memory: MemoryModel, fraction: float, max_logits: int | No
 
 
 def float8_ratio(memory: MemoryModel, gpu: Gpu) -> float:
-    """Return how many times as fast products are in float8 as in bfloat16; 1 if the run has none."""
+    """Return how many times as fast products are in float8 as in bfloat16; 1 if the run has none.
+
+    Those of experts are in the run's dtype.
+    """
     adapter = memory.config.adapter
     is_base = adapter is not None and adapter.base == "float8"
     if gpu.fp8_tflops is None or not (memory.precision.has_float8_matmuls or is_base):
         return 1.0
-    return gpu.fp8_tflops / gpu.bf16_tflops
+    blocks = memory.architecture.blocks
+    linears = sum(linear.in_dim * linear.out_dim for block in blocks for linear in block.linears)
+    share = linears / sum(block.num_active_weights for block in blocks)
+    return 1 / (share * gpu.bf16_tflops / gpu.fp8_tflops + 1 - share)
 
 
 def estimate_step_time(

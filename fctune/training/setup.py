@@ -323,7 +323,7 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
 
     layout, warning = distributed.run_on_all_ranks(choose)
     model.max_logits = layout.max_logits
-    model.row_cost = estimate_row_cost(memory, layout.fraction, layout.max_logits)
+    model.row_cost = estimate_row_cost(memory, layout.fraction, layout.max_logits, layout.mlp_tiles)
     if config.compile:
         compile_blocks_(model)
     logger.info("layout: %s", layout)

@@ -23,7 +23,8 @@ from fctune.parallel.memory import MemoryModel, Setting
 from fctune.parallel.search import choose_expert_ranks, list_overrides
 from fctune.parallel.speed import count_communication, count_expert_exchange
 from fctune.training.prefetch import make_inputs
-from tests.models.expert_samples import save_base
+from fctune.training.setup import start_state
+from tests.models.expert_samples import quantize_to_mxfp4, save_base
 from tests.parallel.split_rows import CPU, make_batch
 from tests.ranks import run_ranks
 from tests.training.training_runs import build_trainable, make_config
@@ -49,9 +50,9 @@ class CountedTraffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def plan_memory(config: RunConfig, gib: float = 80) -> MemoryModel:
+def plan_memory(config: RunConfig, is_cuda: bool = True) -> MemoryModel:
     model = shape_model(config, read_architecture(Path(config.model.path)), device_type="cpu")
-    return MemoryModel(model, config, int(gib * GIB))
+    return MemoryModel(model, config, 80 * GIB, is_cuda=is_cuda)
 
 
 def count_traffic(world: World, config: RunConfig) -> tuple[int, int, int]:
@@ -190,3 +191,43 @@ def test_a_resumed_run_keeps_its_number_of_ranks_while_it_fits(tmp_path: Path) -
     assert choose(4, 1) == (1, None)
     assert choose(3, 2)[0] == 1  # does not divide the ranks
     assert choose(4, 2, 1e-6)[1] == "a step fits with no number; this one needs the least memory"
+
+
+def track_peak(world: World, config: RunConfig) -> int:
+    """Return the peak bytes of this rank in two steps, by torch's tracker on real tensors."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    model, gradient_sync = build_trainable(config, world)
+    model.train()
+    state = start_state(model, config, 2, gradient_sync)
+    inputs = make_inputs(make_batch(40, 24), model.make_bounds)
+    tracker = FSDPMemTracker(model, state.optimizer)
+    with tracker:
+        for _ in range(2):
+            model(**inputs.arguments(CPU)).backward()
+            gradient_sync.finish()
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            tracker.reset_mod_stats()
+    peak = tracker.get_tracker_snapshot("peak")[CPU]
+    return next(int(size) for kind, size in peak.items() if getattr(kind, "value", kind) == "Total")
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_the_planned_peak_with_experts_in_4_bits_is_the_trackers(expert: int, tmp_path: Path) -> None:
+    sizes = {"num_experts": 16, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    base = quantize_to_mxfp4(save_base("gpt_oss", tmp_path / "base", **sizes), tmp_path / "packed")
+    config = make_config(
+        base,
+        tmp_path,
+        adapter={"rank": 4, "alpha": 8, "dropout": 0.0, "modules": ["q_proj"], "base": "mxfp4"},
+        precision="bf16",
+        data={"seq_len": 64},
+        micro_batch_size=1,
+        parallel={"mode": "fsdp", "expert": expert},
+        activation_checkpointing={"fraction": 0.0},
+    )
+    tracked = max(run_ranks(track_peak, 2, config))
+    memory = plan_memory(config, is_cuda=False)
+    planned = memory.peak(Setting("fsdp", 1, 2, 0.0, 1, expert=expert)).footprint.total
+    assert planned == pytest.approx(tracked, rel=0.15)
