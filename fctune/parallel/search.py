@@ -124,7 +124,8 @@ class LayoutSearch:
 
     def _choose_expert_ranks(self, world_size: int) -> None:
         memory = self.memory.with_supervised_share(1.0)
-        chosen, self.expert_reason = choose_expert_ranks(self.model, self._hardware(world_size), memory)
+        chosen, reason = choose_expert_ranks(self.model, self._hardware(world_size), memory)
+        self.expert_reason = reason or ""
         self.memory = self.memory.with_expert_ranks(chosen)
         self.config = self.memory.config
 
@@ -204,7 +205,7 @@ class LayoutSearch:
 
     def _evaluate_all(self, layouts: Sequence[tuple[str, int, int]], context: int, mlp_tiles: int) -> list[Variant]:
         """Evaluate layouts, given as mode, replicas and shards, with each fraction of checkpointed blocks."""
-        rows = {"context": context, "mlp_tiles": mlp_tiles, "expert": self.config.parallel.expert_ranks}
+        rows: dict[str, Any] = {"context": context, "mlp_tiles": mlp_tiles, "expert": self.config.parallel.expert_ranks}
         settings = [
             Setting(*layout, fraction, self.config.micro_batch_packs, **rows)
             for layout in layouts
