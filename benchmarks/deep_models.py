@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.model_zoo import find_entry, save_weights, shrink
+from benchmarks.model_zoo import find_entry, quantize_to_mxfp4_, save_weights, shrink
 from benchmarks.templates import ADDED, SPECIAL, find_templates
 from fctune.apps.demo.tokenizer import train_tokenizer
 from fctune.config.chat_templates import list_shipped_templates
@@ -58,11 +58,13 @@ _PIECES = (
 _SMALLEST = {"hidden_size": 32, "intermediate_size": 48}
 # Of the deepest, whose time is that of their many blocks.
 _THIN = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-# 4-bit weights share scales in groups of 16,384.
+# 4-bit weights share scales in groups of 16,384; of MXFP4, 32 inputs share one.
 _NF4 = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+_MXFP4 = {"intermediate_size": 64}
 # transformers checks that the heads of Mamba divide its width, in a model without layers of Mamba, too.
 _MAMBA = {"hidden_size": 64}
 _LLAMA = ("<|begin_of_text|>", "<|eot_id|>", "<|finetune_right_pad_id|>", ("<|end_of_text|>", "<|eom_id|>"))
+_GPT_OSS = ("<|startoftext|>", "<|return|>", "<|endoftext|>", ("<|endoftext|>", "<|call|>"), _MXFP4)
 _QWEN = (None, "<|im_end|>", "<|endoftext|>", ("<|endoftext|>",))
 FAMILIES = {
     "meta-llama/Llama-3.1-8B-Instruct": Family("llama3_1", *_LLAMA),
@@ -75,14 +77,13 @@ FAMILIES = {
     "Qwen/Qwen3-4B-Instruct-2507": Family("qwen3_instruct_2507", *_QWEN),
     "Qwen/Qwen3-8B": Family("qwen3", *_QWEN),
     "Qwen/Qwen3-32B": Family("qwen3", *_QWEN),
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": Family("qwen3_instruct_2507", *_QWEN),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": Family("qwen3_instruct_2507", *_QWEN, _NF4),
     "Qwen/Qwen3.5-0.8B": Family("qwen3_5_nothink", *_QWEN, config_eos="<|endoftext|>"),
     "Qwen/Qwen3.5-2B": Family("qwen3_5_nothink", *_QWEN, config_eos="<|endoftext|>"),
     "Qwen/Qwen3.5-4B": Family("qwen3_5_think", *_QWEN, config_eos="<|endoftext|>"),
     "Qwen/Qwen3.5-9B": Family("qwen3_5_think", *_QWEN, config_eos="<|endoftext|>"),
-    "openai/gpt-oss-20b": Family(
-        "gptoss", "<|startoftext|>", "<|return|>", "<|endoftext|>", ("<|endoftext|>", "<|call|>")
-    ),
+    "openai/gpt-oss-20b": Family("gptoss", *_GPT_OSS),
+    "openai/gpt-oss-120b": Family("gptoss", *_GPT_OSS),
     "google/gemma-3-270m": Family("gemma3", "<bos>", "<eos>", "<pad>"),
     "google/gemma-3-270m-it": Family("gemma3", "<bos>", "<eos>", "<pad>", ("<end_of_turn>",)),
     "google/functiongemma-270m-it": Family(
@@ -148,8 +149,11 @@ def save_model(folder: Path, name: str, texts: Iterable[str]) -> None:
         small = shrink(text, tokens, keeps_depth=True)
     else:
         small = shrink(raw, {**_SMALLEST, **tokens}, keeps_depth=True)
+    quantization = small.pop("quantization_config", None)
     save_public_config(folder, raw, small)
     save_weights(folder, torch.bfloat16)
+    if quantization is not None:
+        quantize_to_mxfp4_(folder, quantization, exponents=(-6, -4))
     path = folder / "generation_config.json"  # also written with the weights
     if family.config_eos is None:
         path.write_text(json.dumps({"eos_token_id": eos, "pad_token_id": ids[family.pad]}), encoding="utf-8")

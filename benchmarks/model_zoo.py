@@ -563,6 +563,30 @@ def _find_class(config: Any) -> str | None:
     return None
 
 
+def quantize_to_mxfp4_(folder: Path, quantization: Mapping[str, Any], exponents: tuple[int, int]) -> None:
+    """Store random four-bit numbers for the experts of a saved gpt-oss, as its published checkpoints do, in place.
+
+    Args:
+        folder: Directory of the model, with its weights in one file.
+        quantization: The ``quantization_config`` of config.json.
+        exponents: Smallest and largest power of two that 32 weights share.
+    """
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    low, high = (127 + exponent for exponent in exponents)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(low, high + 1, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = dict(quantization)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
 def save_weights(folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Save random weights next to a config.json, by transformers' own class and in its form of checkpoints."""
     import transformers

@@ -200,7 +200,7 @@ class RunConfig:
                 f"activation_checkpointing.mlp_tiles={tiles}: with precision={self.precision}, the numbers of a row "
                 "share a scale, and those of a tile would have another; leave it out, or use precision=bf16",
             )
-        if self.parallel.expert > 1:
+        if self.parallel.expert_ranks > 1:
             key = f"parallel.expert={self.parallel.expert}"
             if self.compile:
                 problems.add(

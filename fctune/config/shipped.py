@@ -30,6 +30,7 @@ CONFIG_OF_SIZE = {
     "32B": "qwen3_32b_lora",
     "70B": "llama3_3_70b_lora",
     "72B": "qwen2_5_72b_full",
+    "120B": "gpt_oss_120b_lora",
 }
 
 

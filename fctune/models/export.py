@@ -150,7 +150,7 @@ def iter_merged(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     adapted = dict(iter_adapted(model))
     experts = dict(iter_frozen_experts(model))
     names = (name for name, _ in model.named_parameters() if not is_adapter(name) and not is_scale(name))
-    # All parts of experts in 4 bits are one weight.
+    # All parts of quantised experts are one weight.
     for name in dict.fromkeys(owner if (owner := name.rpartition(".")[0]) in experts else name for name in names):
         module = experts.get(name) or frozen.get(name)
         full = _gather(model.get_parameter(name) if module is None else module.dequantized_weight())

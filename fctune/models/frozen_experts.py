@@ -1,4 +1,4 @@
-"""Weights of experts that do not train, stored in 4 bits (NF4 or MXFP4) and dequantised for each product."""
+"""Weights of experts that do not train, stored in 4 bits (NF4, MXFP4) or 8 (float8), dequantised for each product."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from fctune.base.errors import CheckpointError
-from fctune.models.frozen_linear import NF4_BLOCK, rows_of_shard
+from fctune.models.frozen_linear import FLOAT8, NF4_BLOCK, quantize_rows_to_float8, rows_of_shard
 from fctune.models.grouped_products import multiply_groups
 from fctune.models.tensor_files import TensorReader
 from fctune.models.weight_sources import Dequantized, Source
@@ -36,7 +36,7 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 class FrozenExperts(nn.Module, ABC):
-    """The weight of all experts of a block in 4 bits; takes the place of the parameter.
+    """The weight of all experts of a block in fewer bits; takes the place of the parameter.
 
     Each part has one row for each expert, so experts are sharded, or spread over ranks, as they are in the run's dtype.
 
@@ -58,8 +58,6 @@ class FrozenExperts(nn.Module, ABC):
         for name, (sizes, dtype) in zip(self.part_names, self._describe_parts(), strict=True):
             part = torch.empty(num_experts, *sizes, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(part, requires_grad=False))
-        self.levels: Tensor  # of both halves of each byte
-        self.register_buffer("levels", torch.empty(256, 2, dtype=self._levels_dtype, device=device), persistent=False)
 
     @property
     def parts(self) -> list[Tensor]:
@@ -70,10 +68,6 @@ class FrozenExperts(nn.Module, ABC):
     def num_weights(self) -> int:
         """Number of weights of all experts."""
         return math.prod(self.shape)
-
-    @property
-    def _levels_dtype(self) -> torch.dtype:
-        return torch.float32
 
     @abstractmethod
     def _describe_parts(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -98,7 +92,7 @@ class FrozenExperts(nn.Module, ABC):
     def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return ``x W[e]'`` for the expert e of each row; see ``multiply_groups``.
 
-        Backward dequantises again, because the dequantised weights of all blocks would take the memory that 4 bits
+        Backward dequantises again, because the dequantised weights of all blocks would take the memory that fewer bits
         save. What torch.compile would keep is part of a checkpoint, as in ``nf4.multiply``.
         """
         parts = [_to_local(part) for part in self.parts]
@@ -127,10 +121,64 @@ class FrozenExperts(nn.Module, ABC):
         return DTensor.from_local(local.contiguous(), mesh, placements, shape=self.shape, stride=stride)
 
 
-class Nf4Experts(FrozenExperts):
-    """Experts in NF4, quantised one by one as torchao does, whatever the checkpoint stores."""
+class QuantizedExperts(FrozenExperts):
+    """Experts that are quantised when they are loaded, one by one, whatever the checkpoint stores."""
+
+    def load_(self, source: Source, reader: TensorReader) -> None:
+        """Read and quantise this rank's experts; see ``FrozenExperts.load_``."""
+        rows = rows_of_shard(self.parts[0])
+        for index, expert in enumerate(range(rows.start, rows.stop)):
+            weight = torch.empty((1, *self.shape[1:]), dtype=source.dtype)
+            source.read_(weight, (expert, 0, 0), reader)
+            self.quantize_(index, weight[0])
+
+    @abstractmethod
+    def quantize_(self, index: int, weight: Tensor) -> None:
+        """Store the weight of one expert, ``[out, in]`` or transposed, by its index among this rank's, in place."""
+
+
+class Float8Experts(QuantizedExperts):
+    """Experts in float8 (e4m3), with a scale for each output of each expert.
+
+    Products are computed in the run's dtype.
+    """
+
+    part_names = ("rounded", "scales")
+
+    def _describe_parts(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        _, first, second = self.shape
+        return [((first, second), FLOAT8), ((second if self.is_transposed else first,), torch.float32)]
+
+    def _make_unpack(self, dtype: torch.dtype) -> Callable[..., Tensor]:
+        return partial(_unpack_float8, self.is_transposed, dtype)
+
+    @torch.no_grad()
+    def quantize_(self, index: int, weight: Tensor) -> None:
+        """Round the weight of one expert; see ``QuantizedExperts.quantize_``."""
+        rounded, scales = (_to_local(part) for part in self.parts)
+        weight = weight.to(rounded.device, self.dtype)
+        found, scale = quantize_rows_to_float8(weight.t() if self.is_transposed else weight)
+        rounded[index].copy_(found.t() if self.is_transposed else found)
+        scales[index].copy_(scale)
+
+    @torch.no_grad()
+    def init_random_(self, generator: torch.Generator) -> None:
+        """Draw numbers, all with the same scale; see ``FrozenExperts.init_random_``."""
+        rounded, scales = (_to_local(part) for part in self.parts)
+        for expert in rounded:
+            expert.copy_(torch.empty(expert.shape, device=expert.device).normal_(generator=generator))
+        scales.fill_(0.02)
+
+
+class Nf4Experts(QuantizedExperts):
+    """Experts in NF4, quantised as torchao does."""
 
     part_names = ("codes", "scales", "factors", "means")
+
+    def __init__(self, weight: Tensor, is_transposed: bool):
+        super().__init__(weight, is_transposed)
+        self.levels: Tensor  # of both halves of each byte
+        self.register_buffer("levels", torch.empty(256, 2, dtype=weight.dtype, device=weight.device), persistent=False)
 
     def _describe_parts(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         num_blocks = math.ceil(math.prod(self.shape[1:]) / NF4_BLOCK)  # the last one is filled up with zeros
@@ -141,10 +189,6 @@ class Nf4Experts(FrozenExperts):
             ((1,), self.dtype),
         ]
 
-    @property
-    def _levels_dtype(self) -> torch.dtype:
-        return self.dtype
-
     def _make_unpack(self, dtype: torch.dtype) -> Callable[..., Tensor]:
         return partial(_unpack_nf4, self.levels, tuple(self.shape[1:]), dtype)
 
@@ -153,17 +197,9 @@ class Nf4Experts(FrozenExperts):
         levels = torch.tensor(_NF4_LEVELS)
         self.levels.copy_(torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1))
 
-    def load_(self, source: Source, reader: TensorReader) -> None:
-        """Read and quantise this rank's experts one by one; see ``FrozenExperts.load_``."""
-        rows = rows_of_shard(self.parts[0])
-        for index, expert in enumerate(range(rows.start, rows.stop)):
-            weight = torch.empty((1, *self.shape[1:]), dtype=source.dtype)
-            source.read_(weight, (expert, 0, 0), reader)
-            self.quantize_(index, weight[0])
-
     @torch.no_grad()
     def quantize_(self, index: int, weight: Tensor) -> None:
-        """Store the weight of one expert, ``[out, in]`` or transposed, by its index among this rank's, in place."""
+        """Quantise the weight of one expert; see ``QuantizedExperts.quantize_``."""
         from fctune.models.nf4 import to_nf4
 
         locals_ = [_to_local(part) for part in self.parts]
@@ -190,7 +226,9 @@ class Mxfp4Experts(FrozenExperts):
 
     def __init__(self, weight: Tensor, is_transposed: bool):
         super().__init__(weight, is_transposed)
+        self.levels: Tensor  # of both halves of each byte
         self.powers: Tensor
+        self.register_buffer("levels", torch.empty(256, 2, device=weight.device), persistent=False)
         self.register_buffer("powers", torch.empty(256, device=weight.device), persistent=False)
 
     def _describe_parts(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -242,7 +280,7 @@ class Mxfp4Experts(FrozenExperts):
 
 
 def iter_frozen_experts(model: nn.Module) -> Iterator[tuple[str, FrozenExperts]]:
-    """Iterate over the weights of experts that a model keeps in 4 bits, by path."""
+    """Iterate over the weights of experts that a model keeps in fewer bits, by path."""
     return ((path, module) for path, module in model.named_modules() if isinstance(module, FrozenExperts))
 
 
@@ -276,6 +314,11 @@ def _unpack_in_chunks(unpack: Callable[..., Tensor], sizes: tuple[int, ...], *pa
     for start in range(size, num_experts, size):
         out[start : start + size] = unpack(*(part[start : start + size] for part in parts))
     return out
+
+
+def _unpack_float8(is_transposed: bool, dtype: torch.dtype, rounded: Tensor, scales: Tensor) -> Tensor:
+    """Return experts in float8, as they are stored."""
+    return (rounded.float() * scales.unsqueeze(1 if is_transposed else 2)).to(dtype)
 
 
 def _unpack_nf4(

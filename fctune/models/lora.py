@@ -20,7 +20,7 @@ from fctune.models.architecture import EXPERT_ADAPTERS, ROUTER_ADAPTER
 from fctune.models.causal_lm import CausalLM
 from fctune.models.dropout import TokenKeys, channel_keys, keyed_dropout
 from fctune.models.expert_lora import ExpertLoRA, RouterLoRA, adapt_router_
-from fctune.models.frozen_experts import Mxfp4Experts, Nf4Experts, iter_frozen_experts
+from fctune.models.frozen_experts import Float8Experts, FrozenExperts, Mxfp4Experts, Nf4Experts, iter_frozen_experts
 from fctune.models.frozen_linear import FrozenLinear
 from fctune.models.precision import wide_dtype
 from fctune.models.torchtune.names import to_own_path
@@ -222,11 +222,11 @@ def apply_lora_(model: CausalLM, config: AdapterConfig) -> None:
             base = model.get_submodule(path)
             model.set_submodule(path, FrozenLinear(base, base_dtype))
     _adapt_experts_(model, config, modules)
-    if config.base in ("nf4", "mxfp4"):
+    kinds: dict[BaseDtype, type[FrozenExperts]] = {"nf4": Nf4Experts, "mxfp4": Mxfp4Experts, "float8": Float8Experts}
+    if (kind := kinds.get(config.base)) is not None:
         for weight in list(model.expert_weights()):
             owner: Any = model.get_submodule(weight.path)
             parameter = owner._parameters.pop(weight.name)
-            kind = Nf4Experts if config.base == "nf4" else Mxfp4Experts
             owner.add_module(weight.name, kind(parameter, weight.is_transposed))
 
 
@@ -237,11 +237,6 @@ def _check_experts(model: CausalLM, config: AdapterConfig, modules: Sequence[str
         ConfigError: An option that experts do not have.
     """
     architecture = model.architecture
-    if config.base == "float8" and architecture.expert_names:
-        raise ConfigError(
-            "adapter.base=float8: this model is a mixture of experts, and the weights of experts are not stored in 8 "
-            f"bits; set adapter.base={'mxfp4' if architecture.stores_mxfp4 else 'nf4'}."
-        )
     if config.base == "mxfp4" and not (architecture.stores_mxfp4 and architecture.expert_names):
         raise ConfigError(
             "adapter.base=mxfp4: keeps experts as a checkpoint stores them in MXFP4, and this model's config.json "
@@ -285,7 +280,7 @@ def iter_adapted(model: CausalLM) -> Iterator[tuple[str, ExpertLoRA | RouterLoRA
 
 
 def count_parameters(model: CausalLM) -> dict[str, int]:
-    """Return the number of elements of each parameter; experts in 4 bits count as the weight that they stand for."""
+    """Return the number of elements of each parameter; quantised experts count as what they stand for."""
     experts = dict(iter_frozen_experts(model))
     plain = {name: p.numel() for name, p in model.named_parameters() if name.rpartition(".")[0] not in experts}
     return plain | {path: weight.num_weights for path, weight in experts.items()}

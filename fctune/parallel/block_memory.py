@@ -51,7 +51,7 @@ class BlockActivations:
     kept_policy_op: int  # kept under activation checkpointing with policy op
     kept_policy_block: int  # kept under policy block: the block's input
     temporary: int  # in addition, at the peak of the block's backward
-    dequantization: int  # in addition, while backward dequantizes a 4-bit weight
+    dequantization: int  # in addition, while backward dequantizes a weight
     dequantization_constant: int  # the same, per block
     kept_by_mlps: int = 0  # part of ``kept`` that MLPs in tiles do not keep
     copies_by_mlps: int = 0  # the same of ``adapter_copies``
@@ -99,26 +99,14 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
         config: Config of the run.
         width: Bytes per element in the compute dtype.
     """
-    d, adapter, block = a.embed_dim, config.adapter, a.largest_block
+    d, block = a.embed_dim, a.largest_block
     names = find_adapted_names(a, config)
     rest = block.without_mlps
     num_mlps = len(block.branches) - len(rest.branches)
     everything, copies = _count_kept(a, block, config, width, names), _count_copies(block, config, width, names)
     in_tiles = _count_kept(a, rest, config, width, names) + num_mlps * d * width
     copies_in_tiles = _count_copies(rest, config, width, names)
-    largest = max(block.linears, key=lambda linear: linear.in_dim * linear.out_dim)
-    constant = 0
-    if adapter is not None and adapter.base == "nf4":
-        # Two halves as 64-bit indices, looked up, scaled and concatenated: torchao's get_original_weight.
-        constant = (8 + 3 * width) * largest.in_dim * largest.out_dim
-    dequantized = (largest.in_dim + largest.out_dim) * width
-    if adapter is not None and adapter.base in ("nf4", "mxfp4") and block.experts:
-        # One weight of all experts, and what the rows of a product read and write.
-        sizes = [(e.num_experts * e.in_dim * e.out_dim, e.num_chosen * (e.in_dim + e.out_dim)) for e in block.experts]
-        most, rows = max(sizes)
-        part = min(most, EXPERT_CHUNK) if not config.compile else 0
-        constant = max(constant, most * width + _UNPACKING_BYTES * part)
-        dequantized = max(dequantized, rows * width)
+    dequantized, constant = count_dequantization(block, config, width)
     if not a.has_plain_blocks and not config.compile and (traced := trace_blocks(a, config, width)) is not None:
         everything, copies = math.ceil(traced.per_token), math.ceil(traced.constant)
         if num_mlps and (traced := trace_blocks(a, config, width, mlp_tiles=2)) is not None:
@@ -142,6 +130,29 @@ def count_block_activations(a: Architecture, config: RunConfig, width: int) -> B
         temporary_of_rest=max(mixing * width, _count_temporary(a, rest, config, width, names)),
         width_of_ends=d * width,
     )
+
+
+def count_dequantization(block: Block, config: RunConfig, width: int) -> tuple[int, int]:
+    """Return the bytes per token, and those per block, that backward needs while it dequantizes a weight.
+
+    Of experts, these are all that a rank holds or gathers.
+    """
+    adapter = config.adapter
+    largest = max(block.linears, key=lambda linear: linear.in_dim * linear.out_dim)
+    constant = 0
+    if adapter is not None and adapter.base == "nf4":
+        # Two halves as 64-bit indices, looked up, scaled and concatenated: torchao's get_original_weight.
+        constant = (8 + 3 * width) * largest.in_dim * largest.out_dim
+    per_token = (largest.in_dim + largest.out_dim) * width
+    if adapter is not None and adapter.base != "bf16" and block.experts:
+        # One weight of all experts, and what the rows of a product read and write.
+        sizes = [(e.num_experts * e.in_dim * e.out_dim, e.num_chosen * (e.in_dim + e.out_dim)) for e in block.experts]
+        most, rows = max(sizes)
+        most //= config.parallel.expert_ranks
+        part = min(most, EXPERT_CHUNK) if not config.compile else 0
+        constant = max(constant, most * width + _UNPACKING_BYTES * part)
+        per_token = max(per_token, rows * width)
+    return per_token, constant
 
 
 def _count_kept(a: Architecture, block: Block, config: RunConfig, width: int, names: Set[str]) -> int:

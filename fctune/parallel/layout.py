@@ -107,7 +107,7 @@ def choose_layout(config: RunConfig, model: CausalLM, hardware: Hardware, memory
     Raises:
         ConfigError: A layout that does not divide the ranks, or that the model or the optimizer does not support.
     """
-    check_expert_parallelism(model, config.parallel.expert, hardware.world_size)
+    check_expert_parallelism(model, config.parallel.expert_ranks, hardware.world_size)
     contexts, tiles = list_contexts(config, model, hardware), list_mlp_tiles(config, memory.architecture)
     if config.parallel.context is not None:
         check_context_parallelism(model, config.parallel.context, hardware.world_size)
@@ -149,7 +149,8 @@ def choose_faster(choices: Sequence[Choice], rate: Callable[[Choice], float]) ->
 def make_setting(memory: MemoryModel, layout: ParallelLayout) -> Setting:
     """Return the setting of a layout with the micro-batches of the config."""
     shape = layout.mode, layout.replicate, layout.shard, layout.fraction, memory.config.micro_batch_packs, 1
-    return memory.with_accumulation(Setting(*shape, layout.max_logits, layout.context, layout.mlp_tiles))
+    rows = layout.context, layout.mlp_tiles
+    return memory.with_accumulation(Setting(*shape, layout.max_logits, *rows, memory.config.parallel.expert_ranks))
 
 
 def estimate_layout_time(memory: MemoryModel, hardware: Hardware, layout: ParallelLayout) -> float:
@@ -225,7 +226,7 @@ def choose_parallel_layout(
         return ParallelLayout("hsdp", copies, world // copies, "parallel.mode=hsdp")
     if config.mode == "fsdp":
         return ParallelLayout("fsdp", 1, world, "parallel.mode=fsdp")
-    if config.expert > 1:
+    if config.expert_ranks > 1:
         return ParallelLayout("fsdp", 1, world, "auto: parallel.expert needs sharded weights")
     if world == 1:
         return ParallelLayout("none", 1, 1, "one rank")

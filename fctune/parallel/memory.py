@@ -27,7 +27,12 @@ from fctune.models.lora import count_parameters, is_adapter
 from fctune.models.loss import MAX_LOGITS, TEACHER_COPIES, chunk_rows
 from fctune.models.precision import PrecisionPolicy
 from fctune.parallel.activations import is_checkpointed
-from fctune.parallel.block_memory import BlockActivations, count_block_activations, count_shared_row_bytes
+from fctune.parallel.block_memory import (
+    BlockActivations,
+    count_block_activations,
+    count_dequantization,
+    count_shared_row_bytes,
+)
 from fctune.parallel.expert_parallel import find_expert_parameters
 from fctune.parallel.footprint import GIB, SAFE_SHARE, Footprint, can_hold_gradients
 
@@ -66,6 +71,7 @@ class Setting:
     max_logits: int | None = None  # computed at once; None: the default
     context: int = 1  # ranks that share each pack
     mlp_tiles: int = 1  # parts of a pack in which MLPs are computed
+    expert: int = 1  # ranks over which experts are spread, as in the config of the memory model
 
     @property
     def num_shares(self) -> int:
@@ -156,11 +162,14 @@ class ParameterGroup:
         self.unsharded_bytes = self.numel * width if is_mixed else sum(t.num_bytes for t in sharded)
         self.gradient_bytes = sum(t.numel * width if is_mixed else t.num_bytes for t in trained)
         self.buffer_bytes = sum(t.numel * 4 if is_mixed else t.num_bytes for t in trained)
-        # The same with the rank's part of spread experts, which are not reduced over the shards.
+        # Of the rank's part of spread experts, which are not reduced over the shards; and of all.
+        self.expert_gradient_bytes = sum(t.local_numel(1) * t.itemsize for t in experts if t.is_trained)
         reduced = sum(t.numel * (4 if is_mixed else t.itemsize) for t in trained)
-        self.reduction_bytes = reduced + sum(t.local_numel(1) * t.itemsize for t in experts if t.is_trained)
-        # Spread experts that are cast to the compute dtype while they multiply.
-        self.copied_bytes = sum(t.local_numel(1) * width for t in experts if t.itemsize != width and not t.is_adapter)
+        self.reduction_bytes = reduced + self.expert_gradient_bytes
+        # Spread experts that are cast to the compute dtype while they multiply: not quantized ones, whose
+        # dequantized weights no backward keeps.
+        copied = [t for t in experts if t.is_trained and not t.is_adapter and t.itemsize != width]
+        self.copied_bytes = sum(t.local_numel(1) * width for t in copied)
 
     def local_gradients(self, num_shards: int) -> int:
         """Return the bytes of one rank's shard of the gradients."""
@@ -243,24 +252,32 @@ class MemoryModel:
         self.config, self.device_bytes = config, device_bytes
         self.supervised_share = supervised_share
         self.architecture = model.architecture
-        num_parts = config.parallel.expert
-        spread = find_expert_parameters(model) if num_parts > 1 else set()
         in_blocks = {id(p) for block in model.blocks for p in block.parameters()}
-        ends = ((n, p) for n, p in model.named_parameters() if id(p) not in in_blocks)
-        self.blocks = [
-            ParameterGroup(block.named_parameters(), self.precision, spread, num_parts) for block in model.blocks
-        ]
-        self.root = ParameterGroup(ends, self.precision)
-        self.all = ParameterGroup(model.named_parameters(), self.precision, spread, num_parts)
+        self.root = ParameterGroup(
+            ((n, p) for n, p in model.named_parameters() if id(p) not in in_blocks), self.precision
+        )
+        self.blocks: list[ParameterGroup]
+        self.all: ParameterGroup
+        self._model = model
+        self._group_parameters()
         self.num_base_weights = sum(n for name, n in count_parameters(model).items() if not is_adapter(name))
         self.trains_head = any(t.is_trained for t in self.root.tensors)
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         self.teacher = None if teacher is None else TeacherMemory(teacher, config)
-        self._states: dict[int, Footprint] = {}
-        self.keeps_unsharded_gradients = can_hold_gradients(self.all.reduction_bytes, device_bytes)
         self.block_activations: BlockActivations = count_block_activations(
             model.architecture, config, self.precision.compute_dtype.itemsize
         )
+
+    def _group_parameters(self) -> None:
+        """Group the parameters of the blocks and of the model by how the config shards them, in place."""
+        model, num_parts = self._model, self.config.parallel.expert_ranks
+        spread = find_expert_parameters(model) if num_parts > 1 else set()
+        self.blocks = [
+            ParameterGroup(block.named_parameters(), self.precision, spread, num_parts) for block in model.blocks
+        ]
+        self.all = ParameterGroup(model.named_parameters(), self.precision, spread, num_parts)
+        self._states: dict[int, Footprint] = {}
+        self.keeps_unsharded_gradients = can_hold_gradients(self.all.reduction_bytes, self.device_bytes)
 
     def with_supervised_share(self, supervised_share: float) -> MemoryModel:
         """Return the same for data of which another share is supervised, without tracing the blocks again."""
@@ -272,6 +289,19 @@ class MemoryModel:
         """Return the same for micro-batches of so many packs, without tracing the blocks again."""
         other = copy.copy(self)
         other.config = replace(self.config, micro_batch_size=size)
+        return other
+
+    def with_expert_ranks(self, num_ranks: int) -> MemoryModel:
+        """Return the same with experts spread over so many ranks, without tracing the blocks again."""
+        other = copy.copy(self)
+        other.config = replace(self.config, parallel=replace(self.config.parallel, expert=num_ranks))
+        other._group_parameters()
+        per_token, constant = count_dequantization(
+            self.architecture.largest_block, other.config, self.precision.compute_dtype.itemsize
+        )
+        other.block_activations = replace(
+            self.block_activations, dequantization=per_token, dequantization_constant=constant
+        )
         return other
 
     def device_state(self, setting: Setting) -> Footprint:

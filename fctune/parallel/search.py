@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -117,6 +118,9 @@ class LayoutSearch:
         self.packs = batch if size is None else min(batch, size.packs)  # of a step
         teacher = shape_teacher(config)
         self.memory = MemoryModel(self.model, self.config, gpu.memory_bytes, self.supervised_share, teacher=teacher)
+        self.expert_reason, self._has_auto_experts = "", config.parallel.expert == "auto"
+        if self._has_auto_experts:
+            self._choose_expert_ranks(self.world_size)
         self.micro_batch_reason = ""
         if not isinstance(self.config.micro_batch_size, int):
             # As for the layout, which a run chooses before it knows which share of its data is supervised.
@@ -124,6 +128,13 @@ class LayoutSearch:
             chosen, self.micro_batch_reason = choose_micro_batch(self.model, self._hardware(self.world_size), memory)
             self.memory = self.memory.with_micro_batch(chosen)
             self.config = self.memory.config
+
+    def _choose_expert_ranks(self, world_size: int) -> None:
+        memory = self.memory.with_supervised_share(1.0)
+        chosen, reason = choose_expert_ranks(self.model, self._hardware(world_size), memory)
+        self.expert_reason = reason or ""
+        self.memory = self.memory.with_expert_ranks(chosen)
+        self.config = self.memory.config
 
     def configured(self) -> tuple[Setting, str]:
         """Return the setting that a run of this config chooses, and the reason for its layout."""
@@ -167,10 +178,15 @@ class LayoutSearch:
         """Return every layout with every checkpointed fraction, each at the largest micro-batch that fits.
 
         Unless they are given or configured, the ranks that share a row and the tiles of MLPs are chosen as a run does:
-        as few as a layout needs to fit, or more where they save time.
+        as few as a layout needs to fit, or more where they save time; so are those that experts are spread over.
         """
         local = self.gpus_per_node
         world_size = nodes * local
+        if self._has_auto_experts and world_size != self.world_size:
+            other = copy.copy(self)
+            other.world_size = world_size
+            other._choose_expert_ranks(world_size)
+            return other.variants(nodes, context, mlp_tiles)
         if world_size == 1:
             layouts = [("none", 1, 1)]
         else:
@@ -196,8 +212,9 @@ class LayoutSearch:
 
     def _evaluate_all(self, layouts: Sequence[tuple[str, int, int]], context: int, mlp_tiles: int) -> list[Variant]:
         """Evaluate layouts, given as mode, replicas and shards, with each fraction of checkpointed blocks."""
+        rows: dict[str, Any] = {"context": context, "mlp_tiles": mlp_tiles, "expert": self.config.parallel.expert_ranks}
         settings = [
-            Setting(*layout, fraction, self.config.micro_batch_packs, context=context, mlp_tiles=mlp_tiles)
+            Setting(*layout, fraction, self.config.micro_batch_packs, **rows)
             for layout in layouts
             for fraction in _FRACTIONS
         ]
@@ -235,7 +252,7 @@ class LayoutSearch:
         replace(config.parallel, **names).check("parallel", problems)
         try:
             check_layout(config, self.model, setting.mode, setting.shard)
-            check_expert_parallelism(self.model, config.parallel.expert, setting.world_size)
+            check_expert_parallelism(self.model, setting.expert, setting.world_size)
             check_context_parallelism(self.model, setting.context, setting.world_size)
         except ConfigError:
             return False
@@ -251,7 +268,7 @@ class LayoutSearch:
         smallest = min((peak.footprint for peak in peaks), key=lambda footprint: footprint.total)
         if smallest.of_batch > smallest.total / 4:
             remedies.append(f"data.seq_len below {config.data.row_tokens}")
-        if config.parallel.cpu_offload or config.parallel.expert > 1:  # experts that are spread are not offloaded
+        if config.parallel.cpu_offload or config.parallel.expert_ranks > 1:  # experts that are spread are not offloaded
             return remedies
         return [*remedies, f"parallel.cpu_offload=true{' parallel.mode=fsdp' if config.parallel.mode == 'ddp' else ''}"]
 
@@ -295,6 +312,79 @@ def choose_micro_batch(model: CausalLM, hardware: Hardware, memory: MemoryModel)
         return chosen, "more are not faster on CPUs"
     why = limit if chosen == largest else f"faster than {largest}, {limit}"
     return chosen, f"{why}; {setting.fraction:g} of the blocks checkpointed"
+
+
+def choose_expert_ranks(
+    model: CausalLM, hardware: Hardware, memory: MemoryModel, kept: int | None = None
+) -> tuple[int, str | None]:
+    """Return the ranks that ``parallel.expert: auto`` stands for, and the reason; None if it is that they were kept.
+
+    It is the smallest number with which a step fits in the layout that a run chooses, or a larger one that is faster by
+    the plan; without a known GPU, the smallest.
+
+    Args:
+        model: Model, which may be on the meta device.
+        hardware: Ranks of the run.
+        memory: Memory of the model and the config, whose micro-batch may be open, too.
+        kept: Ranks of the run that is resumed, which are taken if a step fits.
+
+    Raises:
+        ConfigError: A layout that does not suit the ranks, the model or the optimizer.
+    """
+    fitting: list[tuple[int, float]] = []
+    others: list[tuple[int, int]] = []
+    numbers, obstacle = _list_expert_ranks(memory.config, model, hardware.world_size)
+    if obstacle is not None:
+        return 1, obstacle
+    for num_ranks in sorted(numbers, key=lambda number: (number != kept, number)):
+        trial = memory.with_expert_ranks(num_ranks)
+        try:
+            if not isinstance(trial.config.micro_batch_size, int):
+                trial = trial.with_micro_batch(choose_micro_batch(model, hardware, trial)[0])
+            layout = choose_layout(trial.config, model, hardware, trial)
+        except ConfigError:
+            if num_ranks == 1:
+                raise
+            continue
+        needed = trial.required(hardware.world_size, layout.shard, layout.max_logits, layout.fraction, **layout.rows)
+        if not hardware.can_hold(needed):
+            others.append((needed.total, num_ranks))
+            continue
+        if num_ranks == kept:
+            return num_ranks, None
+        fitting.append((num_ranks, estimate_layout_time(trial, hardware, layout)))
+        if hardware.gpu is None:
+            break
+    if not fitting:
+        return min(others)[1], "a step fits with no number; this one needs the least memory"
+    (fewest, without_s), *_ = fitting
+    chosen, time_s = choose_faster(fitting, lambda found: 1 / found[1])
+    if chosen > fewest:
+        return chosen, f"{time_s:.3g} s a step by the plan, {without_s:.3g} s with {fewest}"
+    if fewest > 1:
+        return chosen, "the fewest with which a step fits in memory"
+    return 1, "more are not faster by the plan" if hardware.gpu is not None else "a step fits in memory without more"
+
+
+def _list_expert_ranks(config: RunConfig, model: CausalLM, world_size: int) -> tuple[list[int], str | None]:
+    """Return the numbers of ranks over which a run can spread its experts, ascending; and why 1 is the only one."""
+    possible, obstacles = [1], ["there is one rank"] if world_size == 1 else []
+    known = SectionProblems()  # of a config with both sizes of a batch, one of which the run has derived
+    config.check("", known)
+    for num_ranks in range(2, world_size + 1):
+        if world_size % num_ranks:
+            continue
+        problems, parallel = SectionProblems(), replace(config.parallel, expert=num_ranks)
+        try:
+            check_expert_parallelism(model, num_ranks, world_size)
+        except ConfigError as error:
+            problems.lines.append(str(error))
+        parallel.check("parallel", problems)
+        replace(config, parallel=parallel).check("", problems)
+        found = [line.rstrip(".") for line in problems.lines if line not in known.lines]
+        possible += [] if found else [num_ranks]
+        obstacles += found
+    return possible, obstacles[0] if len(possible) == 1 else None
 
 
 def fit_seq_len(
@@ -354,6 +444,9 @@ def _find_obstacle(config: RunConfig, architecture: Architecture, hardware: Hard
         config = resolve_batch_size(config, seq_len, 1)
         teacher, is_cuda = shape_teacher(config, hardware.device_type), hardware.device_type == "cuda"
         memory = MemoryModel(model, config, hardware.memory_bytes, is_cuda=is_cuda, teacher=teacher)
+        if config.parallel.expert == "auto":
+            memory = memory.with_expert_ranks(choose_expert_ranks(model, hardware, memory)[0])
+            config = memory.config
         layout = choose_layout(config, model, hardware, memory)
     except ConfigError as error:  # layers that attend otherwise at this length
         return str(error).rstrip(".")
@@ -386,6 +479,8 @@ def list_overrides(config: RunConfig, setting: Setting) -> dict[str, Any]:
         values["parallel.replicate"] = setting.replicate
     elif config.parallel.replicate is not None:
         values["parallel.replicate"] = None
+    if setting.expert != config.parallel.expert:
+        values["parallel.expert"] = setting.expert
     if setting.context != (config.parallel.context or 1):
         values["parallel.context"] = setting.context
     values["activation_checkpointing.fraction"] = setting.fraction

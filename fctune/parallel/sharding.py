@@ -69,7 +69,8 @@ def shard_(model: CausalLM, layout: ParallelLayout, config: ParallelConfig, hard
     if layout.context > 1:
         share_rows_(model, layout.context, hardware.world_size, hardware.device_type)
     if model.precision.is_mixed or config.cpu_offload or layout.mode in ("fsdp", "hsdp"):
-        spread = spread_experts_(model, config.expert, hardware.device_type) if config.expert > 1 else set()
+        num_ranks = config.expert_ranks
+        spread = spread_experts_(model, num_ranks, hardware.device_type) if num_ranks > 1 else set()
         _fully_shard_(model, layout, config, hardware.device_type, spread)
     elif layout.mode == "ddp":
         # Every rank loads the same weights, so no initial broadcast is needed.

@@ -312,11 +312,12 @@ def _count_eager_adapter_bytes(adapter: AdapterConfig, inputs: int, outputs: int
 
 
 def count_precision_bytes(memory: MemoryModel, micro_batch_tokens: float, fraction: float) -> float:
-    """Count the bytes per token that rounding to float8 and dequantizing NF4 move.
+    """Count the bytes per token that rounding to float8 and dequantizing move.
 
     The input and weight of a product are rounded in forward and backward, the gradient in backward; compiled, linears
     that read the same tensor share its rounding. A frozen float8 base is rounded before training, and transposed in
-    backward. What a frozen base has in 4 bits is dequantized for each product, in checkpointed blocks once more.
+    backward. What a frozen base has in 4 bits, and experts in 8, are dequantized for each product, in checkpointed
+    blocks once more.
 
     Args:
         memory: Memory model of the run.
@@ -326,19 +327,22 @@ def count_precision_bytes(memory: MemoryModel, micro_batch_tokens: float, fracti
     adapter, a = memory.config.adapter, memory.architecture
     linears = [linear for block in a.blocks for linear in block.linears]
     weights = sum(linear.in_dim * linear.out_dim for linear in linears)
-    if adapter is not None and adapter.base in ("nf4", "mxfp4"):
+    moved = 0.0
+    if adapter is not None and adapter.base != "bf16":
         experts = sum(e.num_experts * e.in_dim * e.out_dim for block in a.blocks for e in block.experts)
+        experts //= memory.config.parallel.expert_ranks  # what the rank holds
         dequantized = experts + (weights if adapter.base == "nf4" else 0)
-        return dequantized * (NF4_BYTES_PER_WEIGHT + 2) * (2 + fraction) / micro_batch_tokens
+        stored = 1 if adapter.base == "float8" else NF4_BYTES_PER_WEIGHT
+        moved = dequantized * (stored + 2) * (2 + fraction) / micro_batch_tokens
     is_base = adapter is not None and adapter.base == "float8"
     if not (is_base or memory.precision.has_float8_matmuls):
-        return 0.0
+        return moved
     inputs, outputs = sum(linear.in_dim for linear in linears), sum(linear.out_dim for linear in linears)
     if memory.config.compile:
         branches = [branch for block in a.blocks for branch in block.branches]
         inputs = sum(sum({linear.in_dim for linear in branch.inputs}) + branch.output.in_dim for branch in branches)
     if is_base:
-        return _ROUNDING_BY_ROW * (inputs + outputs) + 2 * weights / micro_batch_tokens
+        return moved + _ROUNDING_BY_ROW * (inputs + outputs) + 2 * weights / micro_batch_tokens
     return _ROUNDING_BY_TENSOR * (2 * inputs + outputs + 2 * weights / micro_batch_tokens)
 
 
@@ -425,20 +429,23 @@ def _count_heads(a: Architecture) -> int:
     return a.num_layers * a.num_heads * a.head_dim
 
 
-def estimate_row_cost(memory: MemoryModel, fraction: float, max_logits: int | None = None) -> RowCost:
+def estimate_row_cost(
+    memory: MemoryModel, fraction: float, max_logits: int | None = None, mlp_tiles: int = 1
+) -> RowCost:
     """Estimate the cost of a row in picoseconds of an H100, by which rows are dealt to ranks whatever their device.
 
     Args:
         memory: Memory model of the run.
         fraction: Share of the blocks that are checkpointed.
         max_logits: Logits computed in one chunk; None takes the default.
+        mlp_tiles: Parts of a row in which MLPs are computed.
     """
     seq_len = memory.config.data.row_tokens
 
     def time_position(supervised_share: float, pairs: float) -> float:
-        flops = count_flops(memory, fraction, supervised_share, pairs, max_logits)
+        flops = count_flops(memory, fraction, supervised_share, pairs, max_logits, mlp_tiles=mlp_tiles)
         tokens = memory.config.micro_batch_packs * seq_len
-        return 1e6 * estimate_kernel_times(memory, GPUS["h100"], fraction, flops, tokens).total
+        return 1e6 * estimate_kernel_times(memory, GPUS["h100"], fraction, flops, tokens, mlp_tiles).total
 
     plain, pairs = time_position(0.0, 1.0), (seq_len + 1) / 2
     pair = (time_position(0.0, pairs) - plain) / max(1.0, pairs - 1)
@@ -446,12 +453,18 @@ def estimate_row_cost(memory: MemoryModel, fraction: float, max_logits: int | No
 
 
 def float8_ratio(memory: MemoryModel, gpu: Gpu) -> float:
-    """Return how many times as fast products are in float8 as in bfloat16; 1 if the run has none."""
+    """Return how many times as fast products are in float8 as in bfloat16; 1 if the run has none.
+
+    Those of experts are in the run's dtype.
+    """
     adapter = memory.config.adapter
     is_base = adapter is not None and adapter.base == "float8"
     if gpu.fp8_tflops is None or not (memory.precision.has_float8_matmuls or is_base):
         return 1.0
-    return gpu.fp8_tflops / gpu.bf16_tflops
+    blocks = memory.architecture.blocks
+    linears = sum(linear.in_dim * linear.out_dim for block in blocks for linear in block.linears)
+    share = linears / sum(block.num_active_weights for block in blocks)
+    return 1 / (share * gpu.bf16_tflops / gpu.fp8_tflops + 1 - share)
 
 
 def estimate_step_time(
@@ -501,11 +514,15 @@ def estimate_step_time(
     each = (shards - 1) / shards / inner
     last = 2 * summed * (replicas - 1) / replicas / outer
     last += scattered * each if memory.keeps_unsharded_gradients else 0.0
+    # The gradients of spread experts are summed over the groups of ranks that hold them all.
+    num_ranks = memory.config.parallel.expert_ranks
+    groups = setting.world_size // num_ranks
+    across = _bus_bytes_per_s(gpu, setting.world_size, ranks_per_node, num_rings=min(num_ranks, ranks_per_node))
+    last += 2 * memory.all.expert_gradient_bytes * (groups - 1) / groups / across
     steady = gathered * each + (0.0 if memory.keeps_unsharded_gradients else scattered * each)
-    # Beyond a node, all of its ranks exchange at once.
-    span = setting.context if ranks_per_node % setting.context == 0 else setting.world_size
-    link = _bus_bytes_per_s(gpu, span, ranks_per_node, num_rings=ranks_per_node)
-    exchanged = count_exchange(memory, setting, tokens) / link
+    exchanged = count_exchange(memory, setting, tokens) / _exchange_rate(gpu, setting.context, setting, ranks_per_node)
+    to_experts = count_expert_exchange(memory, setting, tokens)
+    exchanged += to_experts / _exchange_rate(gpu, num_ranks, setting, ranks_per_node)
     sent = steady + last + exchanged
     host = offloaded_bytes(memory, setting, tokens, micro_batches) / (HOST_GB_S * 1e9)
     hidden = _OVERLAP * (compute + traffic)
@@ -514,7 +531,7 @@ def estimate_step_time(
     exposed += max(0.0, (steady - hidden) / micro_batches + last)
     # Network and host links are independent; on each, the first block's transfer has nothing to overlap with.
     exposed = max(exposed, host - hidden, max(sent, host) / len(memory.blocks))
-    exposed += exchanged  # attention needs what it exchanges at once
+    exposed += exchanged  # attention and experts need what they exchange at once
     state = memory.sharded_state(setting)
     # Clipping reads the gradients; the optimizer reads them too, and reads and writes its state and the weights.
     moved = 2 * (state.optimizer + state.gradients) + 2 * state.gradients
@@ -541,7 +558,7 @@ def count_communication(memory: MemoryModel, setting: Setting, micro_batches: in
     unsharded (ZeRO stage 3, https://arxiv.org/abs/1910.02054). Gradients are reduced once per step if their unsharded
     form fits, else once per micro-batch.
     """
-    trained = memory.all.reduction_bytes
+    trained = memory.all.reduction_bytes - memory.all.expert_gradient_bytes
     times = 1 if memory.keeps_unsharded_gradients else micro_batches
     gathered = scattered = 0.0
     if setting.shard > 1:
@@ -566,6 +583,29 @@ def count_exchange(memory: MemoryModel, setting: Setting, tokens: float) -> floa
     repeats = count_repeats(a.num_heads, a.num_kv_heads, setting.context) or 1
     per_token = 2 * (a.num_heads + repeats * a.num_kv_heads) * a.head_dim * width * a.num_layers
     return (2 + setting.fraction) * per_token * tokens * (setting.context - 1) / setting.context
+
+
+def count_expert_exchange(memory: MemoryModel, setting: Setting, tokens: float) -> float:
+    """Return the bytes that a rank sends in a step to those that hold the other experts, for ``tokens`` positions.
+
+    Each token's row goes to each expert that it has chosen, and the expert's output returns; in backward, their
+    gradients do. A checkpointed block repeats its forward. Tokens are taken to choose all experts equally often, so
+    that the rank's own get their share of the rows.
+    """
+    num_ranks, width = memory.config.parallel.expert_ranks, memory.precision.compute_dtype.itemsize
+    mixtures = [block.experts for block in memory.architecture.blocks if block.experts]
+    elements = sum(experts[0].num_chosen * (experts[0].in_dim + experts[-1].out_dim) for experts in mixtures)
+    passes = 2 + setting.fraction + memory.config.has_reference
+    return passes * elements * width * tokens * (num_ranks - 1) / num_ranks
+
+
+def _exchange_rate(gpu: Gpu, num_ranks: int, setting: Setting, ranks_per_node: int) -> float:
+    """Return the bytes per second that each rank exchanges with its group, while all ranks of its node do so.
+
+    Groups of consecutive ranks that divide a node stay within it.
+    """
+    span = num_ranks if ranks_per_node % num_ranks == 0 else setting.world_size
+    return _bus_bytes_per_s(gpu, span, ranks_per_node, num_rings=ranks_per_node)
 
 
 def offloaded_bytes(memory: MemoryModel, setting: Setting, tokens: float, micro_batches: int) -> float:

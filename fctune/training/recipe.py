@@ -57,6 +57,7 @@ from fctune.training.setup import (
     open_sinks,
     plan_parallelism,
     plan_speed_of_run,
+    resolve_experts,
     resolve_micro_batch,
     resolve_seq_len,
     shard_and_load_,
@@ -203,6 +204,7 @@ class FineTuning(ABC):
         self.select_trainable_(model)
         config, data = self.open_data()
         self.select_tokens_(model, data)
+        config = resolve_experts(model, config, self.run.resume, self.world)
         config = resolve_micro_batch(model, config, self.run.resume, self.world)
         layout = plan_parallelism(model, config, self.world)
         checkpointing = config.activation_checkpointing
@@ -252,6 +254,7 @@ class FineTuning(ABC):
             chosen = checkpointing.fraction, checkpointing.mlp_tiles, requested.parallel.context
             is_chosen = None in chosen or requested.data.seq_len != config.data.seq_len
             is_chosen |= requested.micro_batch_size != config.micro_batch_size
+            is_chosen |= requested.parallel.expert != config.parallel.expert
             if is_chosen or config.global_batch_tokens is not None:
                 details["config"] = config.to_dict()
             data, hosts = planned.data.describe(), list(planned.hosts)

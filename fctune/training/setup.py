@@ -68,7 +68,7 @@ from fctune.parallel.layout import (
     suggest_smaller_weights,
 )
 from fctune.parallel.memory import MemoryModel
-from fctune.parallel.search import choose_micro_batch, fit_seq_len, plan_speed
+from fctune.parallel.search import choose_expert_ranks, choose_micro_batch, fit_seq_len, plan_speed
 from fctune.parallel.sharding import GradientSync, reshard_, shard_
 from fctune.parallel.speed import estimate_row_cost
 from fctune.parallel.storage import plan_storage
@@ -113,6 +113,27 @@ def resolve_seq_len(config: RunConfig, model_dir: Path, resume: Resume | None, w
         config = replace(config, data=replace(config.data, seq_len=resume.state["config"]["data"]["seq_len"]))
     logger.info("data.seq_len: auto is %s tokens (%s)", f"{config.data.row_tokens:,}", reason)
     return config
+
+
+def resolve_experts(model: CausalLM, config: RunConfig, resume: Resume | None, world: World) -> RunConfig:
+    """Return the config with the ranks that ``parallel.expert: auto`` stands for; unchanged with a number.
+
+    A run that resumes keeps the number of its checkpoint if it suits its ranks and their memory. Every rank calls it,
+    with a meta model whose trainable parameters are chosen.
+
+    Raises:
+        ConfigError: A layout that does not suit the ranks, the model or the optimizer.
+    """
+    if isinstance(config.parallel.expert, int):
+        return config
+    hardware, memory = _describe_memory(model, config, world)
+    kept = None if resume is None else resume.state["config"]["parallel"].get("expert")
+    number, reason = distributed.run_on_rank_0(lambda: choose_expert_ranks(model, hardware, memory, kept))
+    if reason is None:
+        assert resume is not None
+        reason = f"as in {resume.checkpoint.path}"
+    logger.info("parallel.expert: auto is %s (%s)", format_count(number, "rank"), reason)
+    return replace(config, parallel=replace(config.parallel, expert=number))
 
 
 def resolve_micro_batch(model: CausalLM, config: RunConfig, resume: Resume | None, world: World) -> RunConfig:
@@ -303,7 +324,7 @@ def plan_parallelism(model: CausalLM, config: RunConfig, world: World) -> Parall
 
     layout, warning = distributed.run_on_all_ranks(choose)
     model.max_logits = layout.max_logits
-    model.row_cost = estimate_row_cost(memory, layout.fraction, layout.max_logits)
+    model.row_cost = estimate_row_cost(memory, layout.fraction, layout.max_logits, layout.mlp_tiles)
     if config.compile:
         compile_blocks_(model)
     logger.info("layout: %s", layout)

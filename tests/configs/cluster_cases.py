@@ -75,6 +75,8 @@ CASES |= {
         public("Qwen/Qwen3-30B-A3B-Instruct-2507"), 30_532_122_624, 26_738_688, 1, 8, ("ddp", 8, 1)
     ),
     "gpt_oss_20b_lora": Case(public("openai/gpt-oss-20b"), 20_914_757_184, 15_925_248, *ALONE),
+    "qwen3_30b_a3b_qlora": Case(public("Qwen/Qwen3-30B-A3B-Instruct-2507"), 30_532_122_624, 26_738_688, *ALONE),
+    "gpt_oss_120b_lora": Case(public("openai/gpt-oss-120b"), 116_829_156_672, 23_887_872, *ALONE),
     "gemma3_270m_full": Case(public("google/gemma-3-270m-it"), 268_098_176, 268_098_176, *ALONE),
     "gemma3_270m_lora": Case(public("google/gemma-3-270m-it"), 268_098_176, 15_187_968, *ALONE),
     "gemma3_270m_dpo": Case(public("google/gemma-3-270m-it"), 268_098_176, 7_593_984, *ALONE),

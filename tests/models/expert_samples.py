@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.model_zoo import quantize_to_mxfp4_
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.lora import apply_lora_, copy_full_, init_adapters_
@@ -115,17 +115,7 @@ def save_base(model_type: str, folder: Path, with_tokenizer: bool = False, **cha
 def quantize_to_mxfp4(base: Path, out: Path) -> Path:
     """Copy a gpt-oss with random blocks of four-bit numbers for its experts, as its published checkpoints have them."""
     shutil.copytree(base, out)
-    tensors = load_file(out / "model.safetensors")
-    generator = torch.Generator().manual_seed(3)
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, columns, rows = tensors.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(120, 130, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (out / "config.json").write_text(json.dumps(config))
+    quantize_to_mxfp4_(out, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, exponents=(-7, 2))
     return out
 
 

@@ -152,7 +152,6 @@ def test_frozen_experts_are_reported() -> None:
     ("changes", "message"),
     [
         ({"base": "mxfp4"}, "adapter.base=mxfp4: keeps experts as a checkpoint stores them in MXFP4"),
-        ({"base": "float8"}, "adapter.base=float8: this model is a mixture of experts"),
         ({"dora": True}, "adapter.dora: experts and routers have no DoRA"),
         ({"modules": ["experts.gate_proj"]}, "no such module: experts.gate_proj; did you mean experts.gate_up_proj"),
     ],

@@ -1,4 +1,4 @@
-"""Experts kept in 4 bits: what they hold, compute, keep for backward and export; on one rank and on several."""
+"""Experts kept in 4 or 8 bits: what they hold, compute, keep for backward and export; on one rank and on several."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import pad
 from torchao.dtypes.nf4tensor import to_nf4
+from torchao.quantization.quant_primitives import (
+    _choose_scale_float8,
+    _dequantize_affine_float8,
+    _quantize_affine_float8,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fctune.base.distributed import World
@@ -23,7 +28,13 @@ from fctune.config.sections.parallel import ActivationCheckpointingConfig, Paral
 from fctune.models.base_weights import check_base, load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
 from fctune.models.export import export_adapter, export_merged
-from fctune.models.frozen_experts import FrozenExperts, Mxfp4Experts, Nf4Experts, iter_frozen_experts
+from fctune.models.frozen_experts import (
+    Float8Experts,
+    FrozenExperts,
+    Mxfp4Experts,
+    Nf4Experts,
+    iter_frozen_experts,
+)
 from fctune.models.frozen_linear import FrozenLinear
 from fctune.models.lora import apply_lora_, describe_adapters, find_frozen_experts, init_adapters_, is_adapter
 from fctune.models.precision import PrecisionPolicy
@@ -41,8 +52,9 @@ from tests.ranks import run_ranks
 WIDE = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 96, "num_experts": 4}
 ADAPTER = AdapterConfig(rank=3, alpha=6.0, modules=["q_proj", "experts.gate_up_proj", "experts.down_proj"])
 
-Kind = Literal["nf4", "mxfp4"]
+Kind = Literal["nf4", "mxfp4", "float8"]
 CASES: list[tuple[Kind, str]] = [("nf4", "qwen3_moe"), ("nf4", "gpt_oss"), ("mxfp4", "gpt_oss")]
+CASES += [("float8", "qwen3_moe"), ("float8", "gpt_oss")]
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +62,19 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pat
     folder = tmp_path_factory.mktemp("bases")
     plain = {kind: save_base(kind, folder / kind, **WIDE) for kind in ("qwen3_moe", "gpt_oss")}
     packed = quantize_to_mxfp4(plain["gpt_oss"], folder / "packed")
-    return {("nf4", kind): path for kind, path in plain.items()} | {("mxfp4", "gpt_oss"): packed}
+    converted = {(base, kind): path for base in ("nf4", "float8") for kind, path in plain.items()}
+    return converted | {("mxfp4", "gpt_oss"): packed}
 
 
 def read_expected(kind: str, path: Path, name: str, original: Tensor) -> Tensor:
     """Return the weight of experts as torchao or transformers dequantises it."""
+    if kind == "float8":
+        is_transposed = "gpt_oss" in str(path)  # inputs come first
+        rows = original.transpose(1, 2).float() if is_transposed else original.float()
+        rows = rows.contiguous()
+        scales = _choose_scale_float8(rows, (1, 1, rows.shape[2]))
+        restored: Tensor = _dequantize_affine_float8(_quantize_affine_float8(rows, scales), scales, original.dtype)
+        return restored.transpose(1, 2) if is_transposed else restored
     if kind == "mxfp4":
         stored = load_file(path / "model.safetensors")
         unpacked: Tensor = convert_moe_packed_tensors(
@@ -69,7 +89,10 @@ def read_expected(kind: str, path: Path, name: str, original: Tensor) -> Tensor:
 
 
 def make_pair(kind: Kind, path: Path, dtype: torch.dtype, **changes: Any) -> tuple[CausalLM, CausalLM]:
-    """Return a model with experts in 4 bits, and one whose weights are what these stand for."""
+    """Return a model with experts in 4 or 8 bits, and one whose weights are what these stand for.
+
+    Linears in 8 bits would round what they read, so they have the dtype of the run.
+    """
     adapter = replace(ADAPTER, base=kind, **changes)
     ours, plain = load_model(path, adapter, dtype), load_model(path, replace(adapter, base="bf16"), dtype)
     parameters = dict(plain.named_parameters())
@@ -79,6 +102,10 @@ def make_pair(kind: Kind, path: Path, dtype: torch.dtype, **changes: Any) -> tup
                 weight.copy_(read_expected(kind, path, name.removeprefix("decoder."), weight.detach()))
         for name, module in ours.named_modules():
             if isinstance(module, FrozenLinear):
+                if kind == "float8" and module.base_dtype == "float8":
+                    module.weight = nn.Parameter(module.dequantized_weight().to(dtype), requires_grad=False)
+                    module.base_dtype = "bf16"
+                    del module.weight_scale
                 parameters[f"{name}.weight"].copy_(module.dequantized_weight())
     return ours, plain
 
@@ -161,8 +188,9 @@ def test_no_dequantised_expert_is_kept_for_backward(
     torch.testing.assert_close(found["loss"], expected["loss"], rtol=2e-3, atol=0)
     assert found.keys() == expected.keys()
     sizes = {weight.num_weights for _, weight in iter_frozen_experts(ours)}
-    assert not [(t.dtype, t.shape) for t in kept if t.is_floating_point() and t.numel() in sizes]
-    assert any(t.dtype is torch.uint8 for t in kept)
+    wide = [t for t in kept if t.is_floating_point() and t.element_size() > 1]
+    assert not [(t.dtype, t.shape) for t in wide if t.numel() in sizes]
+    assert any(t.dtype is (torch.float8_e4m3fn if kind == "float8" else torch.uint8) for t in kept)
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -205,7 +233,7 @@ def compute_on_ranks(world: World, kind: Kind, path: Path, parallel: ParallelCon
     return {"loss": found["loss"], "held": held}
 
 
-@pytest.mark.parametrize(("kind", "family"), [CASES[0], CASES[2]])
+@pytest.mark.parametrize(("kind", "family"), [CASES[0], CASES[2], CASES[3]])
 @pytest.mark.parametrize("spread", [1, 2])
 def test_two_ranks_compute_and_export_what_one_does(
     kind: Kind, family: str, spread: int, bases: dict[Any, Path]
@@ -239,10 +267,11 @@ def test_experts_in_4_bits_count_as_the_weights_that_they_stand_for(bases: dict[
     assert warnings[0] is not None
 
 
-@pytest.mark.parametrize("kind", [Nf4Experts, Mxfp4Experts])
+@pytest.mark.parametrize("kind", [Nf4Experts, Mxfp4Experts, Float8Experts])
 def test_a_rank_without_experts_dequantises_none(kind: type[FrozenExperts]) -> None:
     weight = kind(torch.empty(0, 96, 256, dtype=torch.bfloat16), is_transposed=kind is Mxfp4Experts)
-    weight.init_buffers_()  # type: ignore[operator]
+    if kind is not Float8Experts:
+        weight.init_buffers_()  # type: ignore[operator]
     assert weight.dequantized_weight().shape == (0, 96, 256)
 
 

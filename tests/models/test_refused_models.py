@@ -97,12 +97,6 @@ def build_tiny(model_type: str, folder: Path, adapter: AdapterConfig) -> None:
     apply_lora_(build_model(read_architecture(folder), 64, FLOAT32), adapter)
 
 
-def test_experts_are_not_stored_in_8_bits(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_tiny("qwen3_moe", tmp_path, AdapterConfig(rank=2, base="float8"))
-    check_sentences(str(caught.value), "adapter.base=float8", "mixture of experts", "set adapter.base=nf4")
-
-
 def test_modules_that_the_model_does_not_have_are_named_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         build_tiny("qwen3_moe", tmp_path, AdapterConfig(rank=2, modules=["q_prj"]))

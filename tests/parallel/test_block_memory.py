@@ -86,6 +86,7 @@ def test_public_sizes_are_those_of_the_model_cards() -> None:
         "Qwen/Qwen3-0.6B": 596_049_920,
         "Qwen/Qwen3-8B": 8_190_735_360,
         "openai/gpt-oss-20b": 20_914_757_184,
+        "openai/gpt-oss-120b": 116_829_156_672,
         "google/gemma-3-270m-it": 268_098_176,
         "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
     }

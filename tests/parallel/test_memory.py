@@ -30,7 +30,7 @@ from fctune.parallel.block_memory import count_block_activations
 from fctune.parallel.footprint import SAFE_SHARE
 from fctune.parallel.memory import MemoryModel, Setting
 from fctune.training.setup import build_base, shard_and_load_, start_state
-from tests.models.expert_samples import save_base
+from tests.models.expert_samples import quantize_to_mxfp4, save_base
 from tests.parallel.sample_plans import GIB, WIDE, parse_small_config
 from tests.ranks import run_ranks
 
@@ -99,24 +99,32 @@ def test_planned_state_equals_real_shards_to_the_byte(
             {"mode": "hsdp", "replicate": 2, "expert": 4},
             {"precision": "bf16", "adapter": ADAPTER | {"modules": ["q_proj", "experts.down_proj"]}},
         ),
+        (
+            {"mode": "fsdp", "expert": 2},
+            {"precision": "bf16", "adapter": ADAPTER | {"modules": ["q_proj"], "base": "mxfp4"}},
+        ),
     ],
-    ids=["full", "lora"],
+    ids=["full", "lora", "4 bits"],
 )
 def test_planned_state_of_spread_experts_is_what_four_ranks_hold(
     parallel: dict[str, Any], raw: dict[str, Any], tmp_path: Path
 ) -> None:
-    model_dir = save_base("qwen3_moe", tmp_path, num_experts=4)
+    model_dir = save_base("qwen3_moe", tmp_path / "qwen3", num_experts=4)
+    if raw.get("adapter", {}).get("base") == "mxfp4":
+        plain = save_base("gpt_oss", tmp_path / "gpt_oss", num_experts=4)
+        model_dir = quantize_to_mxfp4(plain, tmp_path / "packed")
     raw = raw | {"model": {"path": str(model_dir)}, "parallel": parallel}
     held = run_ranks(measure_state, 4, raw, model_dir)[0]
     config = parse_small_config(raw)
-    memory = MemoryModel(shape_model(config, read_architecture(model_dir)), config, 80 * GIB)
+    model = shape_model(config, read_architecture(model_dir))
+    memory = MemoryModel(model, config, 80 * GIB)
     copies = parallel.get("replicate", 1)
     setting = Setting(parallel["mode"], copies, 4 // copies, 0.0, 1)
     state = memory.device_state(setting)
     planned = {name: getattr(state, name) for name in ("parameters", "adapters", "gradients", "optimizer")}
     assert planned | {"buffers": memory.buffers} == held
     # Experts stay where they are: FSDP gathers the other weights alone.
-    experts = sum(t.numel for t in memory.all.tensors if len(t.shape) == 3)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     gathered = sum(block.numel for block in memory.blocks) + memory.root.numel
     assert gathered + experts == sum(t.numel for t in memory.all.tensors)
 

@@ -274,19 +274,24 @@ def test_the_speed_that_a_run_is_judged_by_is_the_plans(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "changes", "fraction"), [(4096, FULL, 0.5), (32768, {"adapter": {"rank": 16}}, 0.0)]
+    ("seq_len", "changes", "fraction", "mlp_tiles"),
+    [(4096, FULL, 0.5, 1), (32768, {"adapter": {"rank": 16}}, 0.0, 1), (32768, {"adapter": {"rank": 16}}, 0.0, 8)],
 )
 def test_the_cost_of_rows_is_the_planned_time_of_their_tokens(
-    seq_len: int, changes: dict[str, Any], fraction: float
+    seq_len: int, changes: dict[str, Any], fraction: float, mlp_tiles: int
 ) -> None:
     """Rows of different conversations and supervised shares, against the plan of each on an H100."""
     memory, gpu = make_memory(make_config(LLAMA, seq_len, **changes), 79.1), find_gpu("h100")
-    cost = estimate_row_cost(memory, fraction)
+    cost = estimate_row_cost(memory, fraction, mlp_tiles=mlp_tiles)
     for num_conversations, supervised_share in ((1, 1.0), (4, 0.5), (16, 0.25), (16, 1.0)):
         pairs = (seq_len / num_conversations + 1) / 2
-        flops = count_flops(memory, fraction, supervised_share, pairs)
-        planned = estimate_kernel_times(memory, gpu, fraction, flops, 2 * seq_len).total
+        flops = count_flops(memory, fraction, supervised_share, pairs, mlp_tiles=mlp_tiles)
+        planned = estimate_kernel_times(memory, gpu, fraction, flops, 2 * seq_len, mlp_tiles).total
         num_supervised = supervised_share * seq_len
         found = cost.position * seq_len + cost.supervised * num_supervised + cost.pair * pairs * seq_len
         assert found == pytest.approx(planned * 1e6 * seq_len, rel=1e-4), num_conversations
     assert cost.pair * (seq_len - 1) / 2 > 0.05 * cost.position
+    # MLPs in tiles are computed once more; attention and the head are not.
+    whole = estimate_row_cost(memory, fraction)
+    assert (cost.supervised, cost.pair) == (whole.supervised, whole.pair)
+    assert (cost.position > 1.1 * whole.position) is (mlp_tiles > 1)

@@ -101,6 +101,16 @@ def test_a_run_resumes_with_its_experts_spread_or_not(
     assert float((expected[moved] - original).abs().max()) > 1e-4
 
 
+def test_auto_keeps_the_ranks_of_the_run_that_it_resumes_and_says_so(base: Path, tmp_path: Path) -> None:
+    run(base, tmp_path, 2, "max_steps=1", *SPREAD)
+    resumed = run(base, tmp_path, 2, "max_steps=2", "parallel.mode=fsdp", "parallel.expert=auto")
+    assert "parallel.expert: auto is 2 ranks (as in " in " ".join((resumed["out"] + resumed["err"]).split())
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"]["parallel"]["expert"] == 2
+    (state,) = (tmp_path / "run" / "checkpoints").glob("*2*/trainer_state.json")
+    assert json.loads(state.read_text())["config"]["parallel"]["expert"] == 2
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

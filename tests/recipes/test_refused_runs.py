@@ -35,11 +35,11 @@ def keep(path: Path) -> None:
 
 # By claim: the kind of model, what is done to it, settings, and parts of the message.
 CASES: dict[str, tuple[str, Callable[[Path], None], list[str], list[str]]] = {
-    "experts in 8 bits": (
+    "experts in MXFP4 that are not stored so": (
         "experts",
         keep,
-        ["adapter.modules=all-linear", "adapter.base=float8"],
-        ["adapter.base=float8: this model is a mixture of experts", "set adapter.base=nf4"],
+        ["adapter.modules=all-linear", "adapter.base=mxfp4"],
+        ["adapter.base=mxfp4: keeps experts as a checkpoint stores them in MXFP4", "set adapter.base=nf4"],
     ),
     "a module that is not there": (
         "experts",

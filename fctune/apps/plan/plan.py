@@ -207,6 +207,7 @@ class Plan:
             "data": _to_json(self.rows, "padding_share"),
             "seq_len_reason": self.length_reason or None,
             "micro_batch_reason": self.search.micro_batch_reason or None,
+            "expert_reason": self.search.expert_reason or None,
             "num_steps": self.num_steps,
             "warmup_steps": self.warmup_steps,
             "save_steps": self.save_steps,

@@ -35,6 +35,9 @@ def print_plan(console: Console, plan: Plan) -> None:
     if reason := plan.search.micro_batch_reason:
         packs = format_count(plan.search.config.micro_batch_packs, "pack")
         _say(console, f"  micro_batch_size: auto is {packs} ({reason})")
+    if reason := plan.search.expert_reason:
+        ranks = format_count(plan.search.config.parallel.expert_ranks, "rank")
+        _say(console, f"  parallel.expert: auto is {ranks} ({reason})")
     if plan.num_idle:
         of, packs = f"{plan.num_idle} of {plan.search.world_size} GPUs", format_count(plan.search.packs, "pack")
         remedy = "use fewer GPUs, or a larger global_batch_size"
@@ -357,7 +360,8 @@ def _describe_layout(setting: Setting) -> str:
         "fsdp": f"fsdp over {setting.shard}",
         "hsdp": f"hsdp, {setting.replicate} x {setting.shard}",
     }[setting.mode]
-    shared = f", rows over {setting.context}" if setting.context > 1 else ""
+    shared = f", experts over {setting.expert}" if setting.expert > 1 else ""
+    shared += f", rows over {setting.context}" if setting.context > 1 else ""
     return f"{shape}{shared}{f', MLPs in {setting.mlp_tiles} tiles' if setting.mlp_tiles > 1 else ''}"
 
 

@@ -336,8 +336,8 @@ def find_fit(config: RunConfig, architecture: Architecture, model_dir: Path | No
 
 
 def list_shipped() -> list[Shipped]:
-    """Return the shipped configs for supervised LoRA, the largest model first."""
-    found = []
+    """Return the shipped configs for supervised LoRA, one of each model, the largest model first."""
+    found: dict[str, Shipped] = {}
     for path in list_shipped_configs():
         values = compose_config(path, RunConfig).values
         if "adapter" not in values or not values.get("data") or {"preference", "grpo", "distill"} & values.keys():
@@ -345,12 +345,10 @@ def list_shipped() -> list[Shipped]:
         model = str(values["model"]["path"])
         name = parse_name(model)
         architecture, _, _ = find_architecture(resolve_shipped_path(model))
-        found.append(
-            Shipped(
-                path.stem, path, f"hf:{name[0]}" if name else model, _family(architecture), count_weights(architecture)
-            )
-        )
-    return sorted(found, key=lambda shipped: -shipped.num_weights)
+        model = f"hf:{name[0]}" if name else model
+        # Of two configs of a model, the first one by name has the base in the run's precision.
+        found.setdefault(model, Shipped(path.stem, path, model, _family(architecture), count_weights(architecture)))
+    return sorted(found.values(), key=lambda shipped: -shipped.num_weights)
 
 
 def choose_shipped(model: str, architecture: Architecture) -> tuple[Shipped, str]:

@@ -34,5 +34,5 @@ class AdapterConfig:
     that look untrained in the base, unless the output head has an adapter; `off`: none; or a list of tokens."""
     base: BaseDtype = "bf16"
     """Storage of the frozen linears and experts: `bf16` keeps the run's precision; `nf4` quantises to 4 bits (QLoRA);
-    `float8` quantises linears to 8 bits, and multiplies in 8 bits; `mxfp4` keeps experts in the 4 bits in which their
-    checkpoint stores them, as gpt-oss's does, and linears in the run's precision."""
+    `float8` quantises to 8 bits, and multiplies linears, but not experts, in 8 bits; `mxfp4` keeps experts in the 4
+    bits in which their checkpoint stores them, as gpt-oss's does, and linears in the run's precision."""

@@ -23,9 +23,11 @@ class ParallelConfig:
     memory but less traffic."""
     cpu_offload: bool = False
     """Keep shards and optimizer state in host memory (CUDA only)."""
-    expert: Annotated[int, AT_LEAST_1] = 1
+    expert: Annotated[int | Literal["auto"], AT_LEAST_1] = 1
     """Ranks over which the experts of a mixture are spread: each holds a part of them, and tokens are sent to it. Other
-    weights are sharded by `fsdp` or `hsdp`."""
+    weights are sharded by `fsdp` or `hsdp`. `auto`: the fewest ranks with which a step fits in memory, or more where
+    that is faster by the plan; 1 if the run's other settings exclude more. The log has the choice and its reason; a
+    resumed run keeps it while it fits."""
     context: Annotated[
         int | None,
         AT_LEAST_1,
@@ -35,15 +37,20 @@ class ParallelConfig:
     Each then has only its part of a row's activations in memory. It must divide the number of ranks and the attention
     heads; losses and gradients do not change."""
 
+    @property
+    def expert_ranks(self) -> int:
+        """The number of ranks that ``expert`` is; 1 for ``auto`` until a number is chosen."""
+        return self.expert if isinstance(self.expert, int) else 1
+
     def check(self, where: str, problems: SectionProblems) -> None:
         """Check keys that only some modes support."""
-        if self.expert > 1 and self.mode == "ddp":
+        if self.expert_ranks > 1 and self.mode == "ddp":
             problems.add(
                 ("expert", "mode"),
                 f"{where}.expert={self.expert}: needs ranks that shard the other weights, but ddp shards none; set "
                 f"{where}.mode=fsdp or hsdp",
             )
-        if self.expert > 1 and self.cpu_offload:
+        if self.expert_ranks > 1 and self.cpu_offload:
             problems.add(
                 ("expert", "cpu_offload"),
                 f"{where}.expert={self.expert}: experts that are spread over ranks stay on their devices; set "

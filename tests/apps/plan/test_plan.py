@@ -419,23 +419,27 @@ def plan_on_one_gpu(name: str, gpu: str, *overrides: str) -> tuple[int, bool]:
     return peak.footprint.parameters, peak.footprint.total <= SAFE_SHARE * search.gpu.memory_bytes
 
 
-def test_gpt_oss_120b_with_its_experts_as_stored_fits_on_one_80_gb_gpu(tmp_path: Path) -> None:
-    raw = json.loads((ROOT / "fctune/models/public_configs.json").read_text())["openai/gpt-oss-20b"]
-    layers = {"num_hidden_layers": 36, "layer_types": raw["layer_types"][:2] * 18}
-    raw |= layers | {"num_local_experts": 128, "quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    plain, packed = (
-        plan_on_one_gpu("gpt_oss_20b_lora", "h100", f"model.path={tmp_path}", f"adapter.base={base}")
-        for base in ("bf16", "mxfp4")
-    )
+def test_gpt_oss_120b_with_its_experts_as_stored_fits_on_one_80_gb_gpu() -> None:
+    plain, packed = (plan_on_one_gpu("gpt_oss_120b_lora", "h100", f"adapter.base={base}") for base in ("bf16", "mxfp4"))
     num_weights = 36 * 128 * 3 * 2880 * 2880
     # Of two bytes for each weight, half a byte is left, and one for 32 of them.
     assert plain[0] - packed[0] == num_weights * 2 - num_weights // 2 - num_weights // 32
     assert (plain[1], packed[1]) == (False, True)
 
 
+def test_a_mixture_in_float8_takes_a_byte_for_each_weight_and_a_scale_for_each_output() -> None:
+    plain, packed = (
+        plan_on_one_gpu("qwen3_30b_a3b_lora", "h100", f"adapter.base={base}") for base in ("bf16", "float8")
+    )
+    experts, linears = 48 * 128 * 3 * 2048 * 768, 48 * 2 * 2048 * (4096 + 512)
+    outputs = 48 * (128 * (2 * 768 + 2048) + 4096 + 2 * 512 + 2048)
+    assert plain[0] - packed[0] == experts + linears - 4 * outputs
+    assert plain[1]
+    assert packed[1]
+
+
 def test_qwen3_30b_a3b_in_nf4_fits_on_one_48_gb_gpu() -> None:
-    plain, packed = (plan_on_one_gpu("qwen3_30b_a3b_lora", "l40s", f"adapter.base={base}") for base in ("bf16", "nf4"))
+    plain, packed = (plan_on_one_gpu("qwen3_30b_a3b_qlora", "l40s", f"adapter.base={base}") for base in ("bf16", "nf4"))
     experts, linears = 48 * 128 * 3 * 2048 * 768, 48 * 2 * 2048 * (4096 + 512)
     means = 48 * 128 * 2 * 2  # two bytes for each of an expert's two weights
     saved = (experts + linears) * (2 - 0.5 - 1 / 64 - 2 / 16_384) - means
