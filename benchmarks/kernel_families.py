@@ -138,6 +138,7 @@ def main() -> None:
         found = {
             "date": f"{datetime.date.today()}",
             "versions": {"torch": torch.__version__},
+            "target": "an H100",
             "sizes": _SIZES,
             "tokens": _TOKENS,
             "rank": _ADAPTER.rank,
@@ -172,10 +173,11 @@ def format_page(result: Mapping[str, Any]) -> str:
 
 Written by `python -m benchmarks.kernel_families` ({result["date"]}, torch {result["versions"]["torch"]}).
 
-Kernels and bytes of a compiled layer with LoRA on all linears, as torch's compiler fuses them for an H100 (counted
-without one), for the families that people tune most. Each has the sizes of Llama 3.1 8B (hidden
-{sizes["hidden_size"]:,}, MLP {sizes["intermediate_size"]:,}, {sizes["num_attention_heads"]} heads of {sizes["head_dim"]}, of keys
-{sizes["num_key_value_heads"]}), rank {result["rank"]} and no dropout, so that families differ in their code alone.
+Kernels and bytes of a compiled layer with LoRA on all linears, as torch's compiler fuses them for
+{result.get("target", "the CPU")}, counted without running them, for the families that people tune most. Each has the
+sizes of Llama 3.1 8B (hidden {sizes["hidden_size"]:,}, MLP {sizes["intermediate_size"]:,},
+{sizes["num_attention_heads"]} heads of {sizes["head_dim"]}, of keys {sizes["num_key_value_heads"]}), rank
+{result["rank"]} and no dropout, so that families differ in their code alone.
 Mixtures of experts choose one expert of that size. `fctune plan` estimates times.
 
 - **products**: matrix products of the forward pass. Llama has a product for each linear (7), one for the A matrices of
