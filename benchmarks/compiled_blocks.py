@@ -1,19 +1,21 @@
 """Graphs, kernels and bytes of a compiled block, as torch's compiler counts them, without a GPU.
 
-Dynamo and Inductor run on tensors without memory; of the code that Inductor generates, nothing is built or run. It
-lowers for the CPU, whose rules of fusion are those of GPUs but for some reductions.
+Dynamo traces on tensors without memory, for the CPU; Inductor then lowers and fuses the graphs for an H100. It stops
+before it generates code, so neither a GPU nor Triton is needed.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 
 from fctune.config.schema import RunConfig
@@ -25,6 +27,24 @@ from fctune.models.lora import apply_lora_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_model
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_
+
+_GPU = torch.device("cuda", 0)
+_H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65_536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    total_memory=80 * 2**30,
+    shared_memory_per_block=48 * 2**10,
+    shared_memory_per_block_optin=227 * 2**10,
+    shared_memory_per_multiprocessor=228 * 2**10,
+    L2_cache_size=50 * 2**20,
+    gcnArchName="",
+)
 
 
 class Counter:
@@ -54,22 +74,40 @@ class Counter:
         from torch._inductor.compile_fx import compile_fx_inner
 
         counts: dict[str, int] = {}
-        with _without_building(counts):
+        with _lowered_for_gpu(counts), suppress(_CountedError):
             compile_fx_inner(graph, inputs, is_backward=is_backward)
+        assert counts, "Inductor's scheduler did not generate code"
         self.graphs.append(counts)
         return make_boxed_func(graph.forward)
 
 
+class _CountedError(BaseException):
+    """Ends a compilation whose kernels are counted; nothing on the way catches it."""
+
+
 @contextmanager
-def _without_building(counts: dict[str, int]) -> Iterator[None]:
-    """Build none of the generated code, and count the kernels that it has."""
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
+def _lowered_for_gpu(counts: dict[str, int]) -> Iterator[None]:
+    """Lower graphs that were traced on the CPU as if their tensors were on an H100, and count their kernels."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import compile_fx, config, scheduler
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
 
-    generate = Scheduler.codegen
+    moved: list[FakeTensor] = []
+    prepare = compile_fx.GraphLowering.__init__
 
-    def codegen(self: Any) -> Any:
+    def init(self: Any, graph: torch.fx.GraphModule, example_inputs: Any = None, **options: Any) -> None:
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                value = getattr(graph, node.target)
+                if isinstance(value, torch.Tensor):
+                    moved.extend(_move_to_gpu_(value))
+            moved.extend(_move_to_gpu_(node.meta.get("val")))
+            if node.kwargs.get("device") == torch.device("cpu"):
+                node.kwargs = {**node.kwargs, "device": _GPU}
+        moved.extend(_move_to_gpu_(example_inputs))
+        prepare(self, graph, example_inputs, **options)
+
+    def codegen(self: Any) -> None:
         external = [node for node in self.nodes if isinstance(node, ExternKernelSchedulerNode)]
         nothing = (ExternKernelSchedulerNode, NopKernelSchedulerNode)
         fused = [node for node in self.nodes if not isinstance(node, nothing)]
@@ -77,14 +115,38 @@ def _without_building(counts: dict[str, int]) -> Iterator[None]:
         counts["kernel bytes"] = sum(node.get_read_write_buffers_sizes() for node in fused)
         counts["products"] = sum(_is_product(node) for node in external)
         counts["product bytes"] = sum(node.get_read_write_buffers_sizes() for node in external if _is_product(node))
-        return generate(self)
+        raise _CountedError
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Scheduler, "codegen", codegen))
-        for name in ("cpp", "cpp_pybinding"):
-            stack.enter_context(mock.patch.object(AsyncCompile, name, return_value=lambda *_: None))
+        for owner, name, value in (
+            (compile_fx.GraphLowering, "__init__", init),
+            (compile_fx, "_check_triton_bf16_support", lambda *_: None),
+            (Scheduler, "codegen", codegen),
+            (scheduler, "has_triton", lambda *_: True),
+            (torch.cuda, "get_device_properties", lambda *_: _H100),
+            (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "_lazy_init", lambda: None),
+            (CudaInterface, "get_compute_capability", staticmethod(lambda *_: 90)),
+            (CudaInterface, "get_device_properties", staticmethod(lambda *_: _H100)),
+            (CudaInterface, "is_available", staticmethod(lambda: True)),
+            (CudaInterface.Worker, "get_device_properties", staticmethod(lambda *_: _H100)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(config.patch(fx_graph_cache=False, cpp_wrapper=False))
-        yield
+        try:
+            yield
+        finally:
+            for tensor in moved:  # AOT autograd traces on with them
+                tensor.fake_device = torch.device("cpu")
+
+
+def _move_to_gpu_(values: Any) -> list[FakeTensor]:
+    """Make tensors without memory those of the GPU, in place; numbers in tensors may stay on the CPU."""
+    found = [t for t in tree_leaves(values) if isinstance(t, FakeTensor) and t.dim() and t.device.type == "cpu"]
+    for tensor in found:
+        tensor.fake_device = _GPU
+    return found
 
 
 def _is_product(node: Any) -> bool:

@@ -138,6 +138,7 @@ def main() -> None:
         found = {
             "date": f"{datetime.date.today()}",
             "versions": {"torch": torch.__version__},
+            "target": "an H100",
             "sizes": _SIZES,
             "tokens": _TOKENS,
             "rank": _ADAPTER.rank,
@@ -172,10 +173,11 @@ def format_page(result: Mapping[str, Any]) -> str:
 
 Written by `python -m benchmarks.kernel_families` ({result["date"]}, torch {result["versions"]["torch"]}).
 
-Kernels and bytes of a compiled layer with LoRA on all linears, as torch's compiler counts them without a GPU, for the
-families that people tune most. Each has the sizes of Llama 3.1 8B (hidden {sizes["hidden_size"]:,}, MLP
-{sizes["intermediate_size"]:,}, {sizes["num_attention_heads"]} heads of {sizes["head_dim"]}, of keys
-{sizes["num_key_value_heads"]}), rank {result["rank"]} and no dropout, so that families differ in their code alone.
+Kernels and bytes of a compiled layer with LoRA on all linears, as torch's compiler fuses them for
+{result.get("target", "the CPU")}, counted without running them, for the families that people tune most. Each has the
+sizes of Llama 3.1 8B (hidden {sizes["hidden_size"]:,}, MLP {sizes["intermediate_size"]:,},
+{sizes["num_attention_heads"]} heads of {sizes["head_dim"]}, of keys {sizes["num_key_value_heads"]}), rank
+{result["rank"]} and no dropout, so that families differ in their code alone.
 Mixtures of experts choose one expert of that size. `fctune plan` estimates times.
 
 - **products**: matrix products of the forward pass. Llama has a product for each linear (7), one for the A matrices of
@@ -183,6 +185,11 @@ Mixtures of experts choose one expert of that size. `fctune plan` estimates time
   and values share the product of their A matrices, as do gate and up; Phi has them in one linear each.
 - **kernels, bytes**: of the kernels between products, forward and backward; bytes are for each token. **more** is the
   difference to Llama, and **with products** that of all bytes, including those that products read and write.
+
+Adapters are added to the base's output by the kernel that follows: RoPE, SwiGLU or the residual sum. Accumulating their
+product into that output (`addmm`) would move as many bytes in that product instead, and torch would copy the output
+first. One product with W and A would save a read of the input, but its last tile would be nearly empty, and A, which
+trains, would be in the frozen and sharded weight. Neither is done.
 
 {summary}
 

@@ -138,12 +138,14 @@ class LoRALinear(FrozenLinear):
         if not self.is_active:
             return self.project(x)
         base = self.project(x) if self.magnitude is None else self.multiply(x)
-        inner, lora_b = self._input.multiply(self._index, x, token_keys), self.lora_b.to(x.dtype)
+        inner = self._input.multiply(self._index, x, token_keys)
         if torch.compiler.is_compiling():
-            # One kernel adds, scales and computes what follows; ``addmm`` on CUDA would copy the base's output first.
-            total = base + self.scaling * linear(inner, lora_b)
+            # One kernel adds and computes what follows; ``addmm`` on CUDA would copy the base's output first. Scaling
+            # the matrix costs nothing; backward of a scaled product would write the scaled gradient of the output.
+            total = base + linear(inner, (self.scaling * self.lora_b).to(x.dtype))
         else:
-            rows = torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), lora_b.t(), alpha=self.scaling)
+            lora_b = self.lora_b.to(x.dtype).t()
+            rows = torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), lora_b, alpha=self.scaling)
             total = rows.view_as(base)
         if self.magnitude is None:
             return total

@@ -29,3 +29,13 @@ def test_a_layer_with_adapters_has_a_product_for_each_b_and_one_for_the_a_of_eac
     inputs = 4  # of queries, keys and values; of the attention's output; of gate and up; of down
     assert counts["forward"]["products"] == LINEARS + inputs + LINEARS
     assert counts["graphs"] == 2
+
+
+@pytest.mark.slow
+def test_the_scale_of_adapters_adds_no_kernel_and_no_bytes() -> None:
+    architecture = read_architecture(ROOT / "fctune" / "assets" / "tiny_base")
+    unscaled, scaled = (
+        count_compiled_layer(architecture, AdapterConfig(rank=4, alpha=a, dropout=0.0, modules="all-linear"), 64)
+        for a in (4, 10)
+    )
+    assert scaled == unscaled
