@@ -142,7 +142,7 @@ def train(training: Training, arguments: argparse.Namespace, model_dir: Path, fo
     keys = [f"model.path={model_dir}", f"data.sources={json.dumps([{'path': str(rows)}])}", f"seed={training.seed}"]
     if training.stage != "defaults":  # every row is trained, and time and memory are those of training
         keys += [f"optimizer.lr={training.learning_rate}", "data.validation_share=0", "validation.every=0"]
-        keys += ["success=null", *arguments.overrides]
+        keys += ["success=null", "eval.every=0", *arguments.overrides]
     started = time.perf_counter()
     if training.tool == "fctune":
         train_once(arguments.config, folder / "run", keys)

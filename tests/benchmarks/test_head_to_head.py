@@ -1,4 +1,4 @@
-"""Both tools of the comparison train the same rows, each part is done once, and the statistics count cases, not seeds."""
+"""Both tools train the same rows, each part is done once, and the statistics count cases rather than seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.real_rows import to_cases, write_rows
 from fctune.base.errors import DataError
 from fctune.data.synthetic import iter_conversations
 from fctune.tasks.evaluation.paired import mcnemar_p
-from tests.conftest import ROOT, TINY_BASE
+from tests.conftest import TINY_BASE
 
 
 @pytest.mark.parametrize(("right", "wrong"), [(0, 0), (1, 0), (5, 1), (3, 3), (2, 9)])
