@@ -105,10 +105,13 @@ def write_rows(arguments: argparse.Namespace, model_dir: Path) -> dict[str, Any]
     """Write the rows of both sizes in both forms of arguments, and return how many tokens they have.
 
     Raises:
+        ConfigError: The config has no length of a pack.
         DataError: There are fewer tokens than asked for.
     """
     encoder = ChatTemplate(model_dir).encoder
     seq_len = load_config(arguments.config, arguments.overrides).data.seq_len
+    if isinstance(seq_len, str):
+        raise ConfigError(f"data.seq_len={seq_len}: TRL needs a number; pass data.seq_len=2048.")
     rows: list[dict[str, Any]] = []
     lengths: list[int] = []
     found: dict[str, Any] = {}

@@ -134,8 +134,9 @@ def make_trainer(job: TrlJob, rows_per_pack: int | None = None) -> Any:
 
     def create_scheduler(num_training_steps: int, optimizer: Any = None) -> LambdaLR:
         """Follow fctune's schedule; transformers' warm-up begins at 0, which would lose one of few steps."""
-        trainer.lr_scheduler = LambdaLR(optimizer or trainer.optimizer, lr_factor(schedule, num_training_steps))
-        return trainer.lr_scheduler
+        scheduler = LambdaLR(optimizer or trainer.optimizer, lr_factor(schedule, num_training_steps))
+        trainer.lr_scheduler = scheduler
+        return scheduler
 
     trainer.create_scheduler = create_scheduler
     return trainer
