@@ -23,12 +23,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training import describe_machine
+from benchmarks.training import describe_machine, keep
 from fctune.apps.gate.cases import pair_held_out
 from fctune.apps.gate.lines import LEVEL, JudgedLine, Line, judge_lines
 from fctune.apps.gate.models import GateModel
@@ -87,14 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.result.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     harm = found.get("harm")
     return int(harm is not None and (not harm["harmful"]["is_blocked"] or harm["mended"][-1]["is_blocked"]))
-
-
-def keep(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what a part found, measured once."""
-    if not path.exists():
-        path.write_text(json.dumps(measure(), indent=2) + "\n", encoding="utf-8")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
 
 
 def measure_harm(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -57,9 +57,6 @@ def check_inputs(arguments: argparse.Namespace) -> Path:
     Raises:
         ConfigError: Something is missing; one sentence that says what, and what to do.
     """
-    from fctune.data.chat_template import ChatTemplate
-    from fctune.models.hub import resolve_model_dir
-
     _check_options(arguments)
     for option in ("seal", "glaive"):
         path = getattr(arguments, option)
@@ -68,6 +65,19 @@ def check_inputs(arguments: argparse.Namespace) -> Path:
                 f"--{option} {path}: no such rows. Pass a file of them in any row format that `fctune data check` "
                 "reads, or hf:NAME."
             )
+    return check_model(arguments)
+
+
+def check_model(arguments: argparse.Namespace) -> Path:
+    """Set the options that follow from the model, check what measuring and training need, and return its directory.
+
+    Raises:
+        ConfigError: Something is missing; one sentence that says what, and what to do.
+    """
+    from fctune.data.chat_template import ChatTemplate
+    from fctune.models.hub import resolve_model_dir
+
+    _check_measuring(arguments)
     model_dir = resolve_model_dir(arguments.model)
     if not (model_dir / "config.json").is_file() or not any(model_dir.glob("*.safetensors")):
         raise ConfigError(
@@ -99,7 +109,8 @@ def _apply_settings(arguments: argparse.Namespace, model_dir: Path) -> None:
     settings = SETTINGS.get((raw.get("model_type"), raw.get("hidden_size")), _GEMMA)
     arguments.config = arguments.config or _ROOT / "configs" / f"{settings.config}.yaml"
     arguments.limit = settings.limit if arguments.limit is None else arguments.limit
-    arguments.mixture = [*(f"{kind}={count}" for kind, count in settings.mixture.items()), *arguments.mixture]
+    if "mixture" in arguments:
+        arguments.mixture = [*(f"{kind}={count}" for kind, count in settings.mixture.items()), *arguments.mixture]
     if arguments.chat_template is None:
         arguments.chat_template = load_config(arguments.config, arguments.overrides).model.chat_template
 
@@ -107,16 +118,19 @@ def _apply_settings(arguments: argparse.Namespace, model_dir: Path) -> None:
 def _check_options(arguments: argparse.Namespace) -> None:
     if arguments.server is not None and arguments.only is None:
         raise ConfigError("--server: pass --only before or --only after to say which of the two models it serves.")
-    for option, least in (("limit", 0), ("max_new_tokens", 1), ("batch_size", 1)):
-        if (value := getattr(arguments, option)) is not None and value < least:
-            raise ConfigError(f"--{option.replace('_', '-')} {value}: expected {least} or more.")
-    if unknown := [name for name in arguments.categories if name not in NAMES]:
-        raise ConfigError(f"--categories {unknown[0]}: expected {', '.join(NAMES)}.")
     if arguments.public_sets is not None and not arguments.public_sets.is_dir():
         raise ConfigError(
             f"--public-sets {arguments.public_sets}: no such directory. "
             "benchmarks/real_public_sets.py has the commands that make it."
         )
+
+
+def _check_measuring(arguments: argparse.Namespace) -> None:
+    for option, least in (("limit", 0), ("max_new_tokens", 1), ("batch_size", 1)):
+        if (value := getattr(arguments, option)) is not None and value < least:
+            raise ConfigError(f"--{option.replace('_', '-')} {value}: expected {least} or more.")
+    if unknown := [name for name in arguments.categories if name not in NAMES]:
+        raise ConfigError(f"--categories {unknown[0]}: expected {', '.join(NAMES)}.")
     if arguments.vllm is not None:
         if not 1 <= arguments.port <= 65535:
             raise ConfigError(f"--port {arguments.port}: expected 1 to 65535.")
@@ -146,30 +160,35 @@ def run_benchmark(run: Callable[[], str]) -> int:
 def make_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of the options that ``benchmarks.real_model`` and ``benchmarks.real_round`` share."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=(description or "").split("\n")[0])
-    parser.add_argument("--model", required=True, metavar="DIR|hf:NAME")
+    add_model_options(parser)
     parser.add_argument("--seal", metavar="FILE", help="Seal-Tools rows")
     parser.add_argument("--glaive", metavar="FILE", help="Glaive rows")
-    parser.add_argument("--out", type=Path, default=Path("runs/real"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--public-rows", type=Path, metavar="DIR", help="clones of benchmarks/real_public_rows.py")
     parser.add_argument("--public-sets", type=Path, metavar="DIR", help="clones of benchmarks/real_public_sets.py")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="default: that of the model, see SETTINGS")
-    parser.add_argument("--chat-template", metavar="NAME", help="default: that of the config, or the model's own")
     parser.add_argument("--split", choices=("validation", "test"), default="test", help="default: %(default)s")
-    limit = "at most N cases of each category; 0: all; default: see SETTINGS"
-    parser.add_argument("--limit", type=int, metavar="N", help=limit)
     parser.add_argument("--only", choices=("before", "after"), help="measure only the base, or only the result")
-    parser.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="what to measure; default: all")
     parser.add_argument("--server", metavar="URL", help="ask this server, not a model in process; needs --only")
-    parser.add_argument("--vllm", metavar="PYTHON", help="serve both models with the vLLM of this Python, and ask that")
-    parser.add_argument("--vllm-options", default=DEFAULT_OPTIONS, metavar="OPTIONS", help='default: "%(default)s"')
-    parser.add_argument("--port", type=int, default=8190, metavar="N", help="of that server; default: %(default)s")
     parser.add_argument("--rows", type=Path, metavar="DIR", help="rows and cases, shared by several runs")
     parser.add_argument("--mixture", nargs="*", default=[], metavar="KIND=N", help="rows by kind; see Mixture")
+    return parser
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of any benchmark that trains a real model and measures it, which ``check_model`` checks."""
+    parser.add_argument("--model", required=True, metavar="DIR|hf:NAME")
+    parser.add_argument("--out", type=Path, default=Path("runs/real"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="default: that of the model, see SETTINGS")
+    parser.add_argument("--chat-template", metavar="NAME", help="default: that of the config, or the model's own")
+    limit = "at most N cases of each category; 0: all; default: see SETTINGS"
+    parser.add_argument("--limit", type=int, metavar="N", help=limit)
+    parser.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="what to measure; default: all")
+    parser.add_argument("--vllm", metavar="PYTHON", help="serve the models with the vLLM of this Python, and ask that")
+    parser.add_argument("--vllm-options", default=DEFAULT_OPTIONS, metavar="OPTIONS", help='default: "%(default)s"')
+    parser.add_argument("--port", type=int, default=8190, metavar="N", help="of that server; default: %(default)s")
     parser.add_argument("--bfcl-data", metavar="DIR", help="default: that of the installed bfcl-eval")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config")
-    return parser
 
 
 def parse_mixture(pairs: Sequence[str]) -> Mixture:

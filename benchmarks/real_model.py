@@ -234,7 +234,12 @@ def _place(key: str, value: object) -> object:
 
 def run_fctune(*arguments: object) -> int:
     """Run a command of fctune and return its exit code; Ctrl-C asks it to end, and waits until it has."""
-    command = [sys.executable, "-m", "fctune.cli", *map(str, arguments)]
+    return run_module("fctune.cli", *arguments)
+
+
+def run_module(module: str, *arguments: object) -> int:
+    """Run a module in a process that ends with this one, and return its exit code, as ``run_fctune`` does."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     # In a process group of its own, it gets one signal from here, not a second one, which ends it at once, from the
     # terminal. After a kill of this process a run saves and ends, so that the next start finds it at rest.
     process = subprocess.Popen(command, cwd=_ROOT, preexec_fn=stop_with_parent(), process_group=0)

@@ -1,34 +1,47 @@
 """One round of learning from verdicts on a real model: sample, judge, train on the verdicts, and measure again.
 
-    python -m benchmarks.real_round --model DIR --seal FILE --glaive FILE --trained DIR [--method dpo] [--out DIR]
+    python -m benchmarks.real_round --model DIR --seal FILE --glaive FILE --trained DIR [--methods rejection dpo grpo]
+        [--questions N] [--num N] [--grpo-steps N] [--vllm PYTHON] [--out DIR] [key=value METHOD:key=value ...]
 
 --trained is the --out of benchmarks.real_model; its trained model is where the round starts. It answers fresh questions
-several times, made as its training rows were but with another seed; the verdicts give preference pairs (dpo) or right
-answers (rejection), and the model is trained on them. Both models are measured on the cases of benchmarks.real_model,
-whose own answers of the first are used where it has them. Each step is skipped when its result is there: after a kill,
-run the same command again.
+several times, made as its training rows were but with another seed; the verdicts give right answers (rejection) or
+preference pairs (dpo), and the model is trained on them. With grpo it answers the questions while it trains.
+
+Each method has a control that takes as many steps without the verdicts: rejection trains any answers, right or wrong;
+dpo, pairs of any two different answers; grpo, random rewards.
+
+All models are measured on both shares of benchmarks.real_model: the validation, to choose by, and the test; --split
+validation leaves out the test. Answers there are of the first model are used. Each step is skipped when its result is
+there: after a kill, run the same command again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.real_arguments import check_inputs, make_parser, run_benchmark
-from benchmarks.real_measuring import Subject, answers_dir, is_measured, load_suites, measure
+from benchmarks.real_augment import format_arms
+from benchmarks.real_measuring import SplitName, Subject, answers_dir, is_measured, load_suites, measure
 from benchmarks.real_model import read_sources, run_fctune, train_once
 from benchmarks.real_rows import Mixture, mix_rows, write_rows
 from benchmarks.real_server import WHOLE_PROMPTS, serve
-from benchmarks.real_summary import format_table, summarise
+from benchmarks.real_summary import summarise
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.files import write_atomically
+from fctune.tasks.evaluation.results import read_rows as read_results
+from fctune.tasks.judge import Row
+from fctune.tasks.sampling.selection import group_by_case, select_pairs, select_rows
+from fctune.tasks.suite_files import load_suite
 
 _ROOT = Path(__file__).resolve().parents[1]
+_PAIRS_PER_CASE = 2
 # Of 2,000 questions; none is Seal-Tools' own, which the model was trained on.
 _SHARES = {
     "natural": 350,
@@ -42,20 +55,24 @@ _SHARES = {
 
 
 class Method(NamedTuple):
-    """How a round learns: the config, the file of ``fctune sample`` that it trains on, and keys of the config."""
+    """How a round learns.
 
-    config: str
-    rows: str
-    keys: tuple[str, ...] = ()
+    Attributes:
+        config: Name of the shipped config; None: that which trained the model where the round starts.
+        rows: File of ``fctune sample`` that it trains on; None: it answers the questions itself.
+        keys: Of the config, for any model.
+    """
+
+    config: str | None
+    rows: str | None
+    keys: tuple[str, ...]
 
 
+CONTROL = "_control"
 METHODS = {
-    "dpo": Method("gemma3_270m_dpo.yaml", "pairs.jsonl"),
-    "rejection": Method(
-        "gemma3_270m_lora.yaml",
-        "sft.jsonl",
-        ("adapter.rank=32", "adapter.alpha=64", "optimizer.lr=2e-4", "success.trainable_parameters=null"),
-    ),
+    "rejection": Method(None, "sft.jsonl", ("adapter.rank=32", "adapter.alpha=64", "optimizer.lr=2e-4")),
+    "dpo": Method("gemma3_270m_dpo", "pairs.jsonl", ("global_batch_size=4", "micro_batch_size=1")),
+    "grpo": Method("gemma3_270m_grpo", None, ("micro_batch_size=1", "grpo.prompts_per_step=8", "grpo.group_size=6")),
 }
 
 
@@ -76,7 +93,7 @@ def sample(arguments: argparse.Namespace, model_dir: Path, cases: Path) -> Path:
     """Sample and judge answers, as far as they are missing, and return the directory of the rows and pairs."""
     out: Path = arguments.out / "samples"
     options = ["--num", arguments.num, "--temperature", arguments.temperature, "--batch-size", arguments.batch_size]
-    options += ["--max-new-tokens", arguments.max_new_tokens, "--pairs-per-case", 2]
+    options += ["--max-new-tokens", arguments.max_new_tokens, "--pairs-per-case", _PAIRS_PER_CASE]
     options += ["--max-minutes", arguments.max_minutes] if arguments.max_minutes else []
     if _is_sampled(out, arguments.num):
         return out
@@ -98,19 +115,70 @@ def _is_sampled(samples: Path, num_samples: int) -> bool:
     return bool(summary["num_samples"] == num_samples and not summary["num_missing"])
 
 
-def learn(arguments: argparse.Namespace, model_dir: Path, samples: Path) -> Path:
-    """Train on the verdicts, unless that has ended well, and return the merged export.
+def write_control(samples: Path, cases: Path) -> None:
+    """Write ``control_sft.jsonl`` and ``control_pairs.jsonl``, with answers chosen whatever their verdicts."""
+    groups = group_by_case(read_results(samples / "answers.jsonl"))
+    found: dict[str, list[Any]] = {"sft": [], "pairs": []}
+    for case in load_suite(cases).cases:
+        answers = groups.get(case.id, [])
+        found["sft"] += select_rows(case, answers, "random")
+        found["pairs"] += select_pairs(case, answers, "random", _PAIRS_PER_CASE)
+    for name, rows in found.items():
+        write_rows(samples / f"control_{name}.jsonl", rows)
+
+
+def make_training(
+    arguments: argparse.Namespace, name: str, cases: Path, samples: Path | None
+) -> tuple[Path, list[str]]:
+    """Return the config of a method and its keys, without those of the control's length.
+
+    Args:
+        arguments: The command line, checked.
+        name: Of ``METHODS``, or that and ``CONTROL``.
+        cases: The questions.
+        samples: Directory of the rows and pairs; None where no method needs them.
+
+    Raises:
+        DataError: The verdicts gave nothing to train on.
+    """
+    method, is_control = METHODS[name.removesuffix(CONTROL)], name.endswith(CONTROL)
+    template = "null" if arguments.chat_template is None else arguments.chat_template
+    keys = [f"model.chat_template={template}", "success=null", *method.keys]
+    if method.rows is None:
+        keys += [f"grpo.cases={cases}", f"grpo.max_new_tokens={arguments.max_new_tokens}"]
+        keys += [f"max_steps={arguments.grpo_steps}", "epochs=1000"]
+    else:
+        assert samples is not None
+        rows = samples / (f"control_{method.rows}" if is_control else method.rows)
+        if not rows.is_file() or not rows.read_text().strip():
+            raise DataError(f"{rows}: no rows. The model was right always or never; sample more, or harder questions.")
+        keys += [f"data.sources={json.dumps([{'path': str(rows)}])}", "data.validation_share=0", "validation.every=0"]
+    for override in arguments.overrides:
+        prefix, colon, rest = override.partition(":")
+        if not (colon and prefix in METHODS):
+            keys.append(override)
+        elif name.removesuffix(CONTROL) == prefix:
+            keys.append(rest)
+    keys += ["~grpo.reward", "grpo.reward={random: 1}"] if method.rows is None and is_control else []
+    config = arguments.config if method.config is None else _ROOT / "configs" / f"{method.config}.yaml"
+    return config, keys
+
+
+def learn(arguments: argparse.Namespace, name: str, start: Path, cases: Path, samples: Path | None) -> Path:
+    """Train a method or its control, unless that has ended well, and return the merged export.
+
+    A control takes as many steps as its method did.
 
     Raises:
         DataError: The verdicts gave nothing to train on.
         CheckpointError: The run failed.
     """
-    method = METHODS[arguments.method]
-    rows = samples / method.rows
-    if not rows.is_file() or not rows.read_text().strip():
-        raise DataError(f"{rows}: no rows. The model was right always or never; sample more, or harder questions.")
-    keys = [f"model.path={model_dir}", f"data.sources.0.path={rows}", *method.keys, *arguments.overrides]
-    return train_once(_ROOT / "configs" / method.config, arguments.out / arguments.method, keys)
+    config, keys = make_training(arguments, name, cases, samples)
+    if name.endswith(CONTROL):
+        metrics = (arguments.out / name.removesuffix(CONTROL) / "metrics.jsonl").read_text()
+        num_steps = max(json.loads(line).get("step", 0) for line in metrics.splitlines())
+        keys += [f"max_steps={num_steps}", "epochs=1000"]
+    return train_once(config, arguments.out / name, [f"model.path={start}", *keys])
 
 
 def _run(*arguments: object) -> None:
@@ -118,41 +186,85 @@ def _run(*arguments: object) -> None:
         raise CheckpointError(f"fctune {arguments[0]}: ended with code {code}; its own message is above.")
 
 
+def compare_arms(arms: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    """Return the accuracies of all arms, with each method's paired difference to the start and to its control."""
+    start = arms["start"]
+    found: dict[str, Any] = {"start": summarise(None, start)}
+    for name, rows in arms.items():
+        if name != "start":
+            found[name] = summarise(start, rows)
+    for name, rows in arms.items():
+        if (control := arms.get(name + CONTROL)) is not None:
+            found[f"{name} against its control"] = summarise(control, rows)
+    return found
+
+
 def run(arguments: argparse.Namespace) -> str:
-    """Do what is missing of the round, and return its table.
+    """Do what is missing of the round, and return its tables.
 
     Raises:
         ConfigError: An option is wrong, or results there are of something else.
         DataError: The verdicts gave nothing to train on.
         CheckpointError: A step failed.
     """
+    if arguments.grpo_steps < 1:
+        raise ConfigError(f"--grpo-steps {arguments.grpo_steps}: expected 1 or more.")
     check_inputs(arguments)
     start = arguments.trained.resolve() / "run" / "export" / "merged"
     if not (start / "config.json").is_file():
         raise ConfigError(f"--trained {arguments.trained}: no trained model. Run benchmarks.real_model there first.")
-    is_served = arguments.vllm is not None
-    tuned = learn(arguments, start, sample(arguments, start, write_cases(arguments)))
-    options = (arguments.categories, arguments.limit or None, arguments.bfcl_data, is_served)
-    suites = load_suites(arguments.rows or arguments.trained / "data", arguments.split, *options)
-    folder = answers_dir(arguments.out, arguments.split)
-    done = answers_dir(arguments.trained, arguments.split) / "after"
-    is_known = is_measured(suites, done, arguments.max_new_tokens, Subject(start).describe())
-    before = measure(Subject(start), suites, done if is_known else folder / "before", arguments)
-    after = measure(Subject(tuned), suites, folder / arguments.method, arguments)
-    summary = summarise(before, after)
-    write_atomically(folder / f"{arguments.method}.json", json.dumps(summary, indent=2) + "\n")
-    return format_table(summary)
+    splits: tuple[SplitName, ...] = ("validation",) if arguments.split == "validation" else ("validation", "test")
+    options = (arguments.categories, arguments.limit or None, arguments.bfcl_data, arguments.vllm is not None)
+    suites = {split: load_suites(arguments.rows or arguments.trained / "data", split, *options) for split in splits}
+    cases = write_cases(arguments)
+    samples = None
+    if any(METHODS[method].rows for method in arguments.methods):
+        samples = sample(arguments, start, cases)
+        write_control(samples, cases)
+    arms: dict[SplitName, dict[str, list[Row]]] = {split: {} for split in splits}
+    models = {"start": start}
+    for method in arguments.methods:
+        models |= dict.fromkeys((method, method + CONTROL), start)
+    tables = {}
+    for name in models:
+        tuned = start if name == "start" else learn(arguments, name, start, cases, samples)
+        for split in splits:
+            folder = answers_dir(arguments.out, split)
+            done = answers_dir(arguments.trained, split) / "after"
+            is_known = name == "start" and is_measured(
+                suites[split], done, arguments.max_new_tokens, Subject(start).describe()
+            )
+            answers = done if is_known else folder / name
+            arms[split][name] = measure(Subject(tuned), suites[split], answers, arguments)
+            found = compare_arms(arms[split])
+            scores = {
+                arm: statistics.mean(one["after"]["strict"] for one in found[arm].values()) for arm in arms[split]
+            }
+            described = {
+                "questions": arguments.questions,
+                "answers": arguments.num,
+                "mean_accuracy": scores,
+                "arms": found,
+            }
+            write_atomically(folder / "round.json", json.dumps(described, indent=2) + "\n")
+            means = ", ".join(f"{arm} {score:.1%}" for arm, score in scores.items())
+            tables[split] = f"{split}: mean over categories: {means}\n\n{format_arms(found)}"
+            write_atomically(folder / "round.md", tables[split] + "\n")
+    best = max(arms["validation"], key=lambda arm: json.loads(
+        (answers_dir(arguments.out, "validation") / "round.json").read_text())["mean_accuracy"][arm])  # fmt: skip
+    return "\n\n".join([*tables.values(), f"best on validation: {best}"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the round; 0 done, 2 wrong input, 130 interrupted."""
     parser = make_parser("benchmarks.real_round", __doc__)
     parser.add_argument("--trained", type=Path, required=True, metavar="DIR", help="--out of benchmarks.real_model")
-    parser.add_argument("--method", choices=METHODS, default="dpo", help="default: %(default)s")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
     parser.add_argument("--questions", type=int, default=2000, metavar="N", help="default: %(default)s")
     parser.add_argument("--num", type=int, default=6, metavar="N", help="answers to each; default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="default: %(default)s")
     parser.add_argument("--max-minutes", type=float, metavar="X", help="of sampling; default: until all are answered")
+    parser.add_argument("--grpo-steps", type=int, default=50, metavar="N", help="default: %(default)s")
     parser.set_defaults(out=Path("runs/real_round"))
     arguments = parser.parse_intermixed_args(argv)
     arguments.out = arguments.out.resolve()

@@ -85,7 +85,7 @@ def train(job: Job, recorder: Recorder) -> None:
     recorder.begin()
     trainer.train()
     if job.packed:
-        recorder.extra["mixes_conversations"] = _mixes_conversations(trainer.model, len(tokenizer))
+        recorder.extra["mixes_conversations"] = mixes_conversations(trainer.model, len(tokenizer))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -111,7 +111,7 @@ def _build_transformers(job: Job) -> Any:
 
 
 @torch.no_grad()
-def _mixes_conversations(model: Any, num_tokens: int) -> bool:
+def mixes_conversations(model: Any, num_tokens: int) -> bool:
     """Return True if the logits of a packed conversation depend on the conversation before it."""
     model.eval()
     device = next(model.parameters()).device

@@ -30,12 +30,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.job import Job, run, to_json
+from fctune.base.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -317,6 +318,14 @@ def fit_to_rows(job: Job, rows_dir: Path, seq_len: int, mean_tokens: float) -> J
     ideal = max(1, round(job.micro_batch_size * 1_024 / share)) if job.packed else job.micro_batch_size
     size = max(s for s in range(1, min(ideal, rows // job.ranks) + 1) if (rows // job.ranks) % s == 0)
     return job.replace(rows_dir=str(rows_dir), seq_len=seq_len, rows_a_step=rows, micro_batch_size=size)
+
+
+def keep(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of a part of a benchmark, measured unless its file is there; a kill leaves no partial file."""
+    if not path.exists():
+        write_atomically(path, json.dumps(measure(), indent=2) + "\n")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def describe_machine() -> dict[str, Any]:

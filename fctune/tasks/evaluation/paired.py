@@ -107,12 +107,12 @@ def mcnemar_p(turned_right: int, turned_wrong: int) -> float:
     return min(1.0, share)
 
 
-def paired_difference_interval(turned_right: int, turned_wrong: int, n: int) -> tuple[float, float]:
+def paired_difference_interval(turned_right: float, turned_wrong: float, n: int) -> tuple[float, float]:
     """Return the 95% score interval of the difference between two paired proportions; (-1, 1) if ``n`` is 0.
 
     T. Tango, Equivalence test and confidence interval for the difference in proportions for the paired-sample design,
     Statistics in Medicine 17 (1998): the differences that a score test does not reject. Unlike Wald's interval, it
-    keeps its coverage with few cases and few changes.
+    keeps its coverage with few cases and few changes. The changes may be means over repeated trainings.
     """
     if n == 0:
         return -1.0, 1.0
@@ -222,7 +222,7 @@ def _compare(name: str, before: dict[str, Row], after: dict[str, Row], lenient: 
     return compare_outcomes(name, (PairedOutcome(i, is_right(before[i]), is_right(after[i])) for i in ids))
 
 
-def _score(right: int, wrong: int, n: int, difference: float) -> float:
+def _score(right: float, wrong: float, n: int, difference: float) -> float:
     """Return Tango's statistic: the observed minus the assumed difference, in standard errors."""
     a = 2 * n
     b = (2 * n - right + wrong) * difference - right - wrong
