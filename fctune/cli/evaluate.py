@@ -219,7 +219,7 @@ def _prepare_agents(
 ) -> tuple[ChatTemplate, EpisodeLimits]:
     """Return the model's chat template, and the limits with the model's context as that of an agent's prompts."""
     from fctune.data.chat_template import ChatTemplate
-    from fctune.models.architecture import read_architecture
+    from fctune.models.sources import read_architecture
 
     template = ChatTemplate(
         files.tokenizer_dir, template_args=arguments.template_args, chat_template=arguments.chat_template

@@ -23,7 +23,6 @@ from tests.engines.continuations import compute_logprobs
 from tests.ranks import find_port, run_ranks
 from tests.recipes.recipe_runs import CONFIGS, run_kind_on_rank
 from tests.serving.servers import serve_vllm
-from tests.tasks.environments import counting_words
 from tests.tasks.environments.agent_files import AGENT, check_recorded_tokens, read_lines, write_agent_file
 
 pytestmark = pytest.mark.serving
@@ -149,7 +148,9 @@ def test_a_verifiers_environment_is_played_with_vllm(address: str, tmp_path: Pat
     python = os.environ.get("FCTUNE_VERIFIERS_PYTHON", "")
     if not python:
         pytest.skip("FCTUNE_VERIFIERS_PYTHON names no Python with verifiers")
-    (tmp_path / "counting_words.py").write_text(Path(counting_words.__file__).read_text())
+    (tmp_path / "counting_words.py").write_text(
+        (ROOT / "tests" / "tasks" / "environments" / "counting_words.py").read_text()
+    )
     file = tmp_path / "count.yaml"
     file.write_text(dump_yaml({"python": python, "env": {"taskset": {"id": "counting-words"}}, "test_share": 0.0}))
     patience = ("grpo.dialogue={call_timeout_s: 300, episode_timeout_s: 600, max_turns: 4}",)
