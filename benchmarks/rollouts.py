@@ -249,6 +249,7 @@ def _run(arguments: argparse.Namespace, staleness: int, urls: Sequence[str], fol
     else:
         get_peft_model(AutoModelForCausalLM.from_pretrained(BASE), LoraConfig(r=RANK)).save_pretrained(str(policy))
     config = _make_config(arguments, staleness, urls, folder)
+    assert config.grpo is not None
     marks: list[tuple[float, float, float]] = []
     metrics = []
     trainer = _Trainer() if arguments.torch else None
@@ -276,7 +277,7 @@ def _run(arguments: argparse.Namespace, staleness: int, urls: Sequence[str], fol
         "answers_twice": sum(count > 1 for count in seen.values()),
         "server": "simulated" if arguments.vllm is None else "vLLM",
         "slots": arguments.slots,
-        "dialogues_at_once": config.rollouts.num_at_once,
+        "dialogues_at_once": config.grpo.num_at_once,
         "servers": arguments.servers,
         "answers_per_step": arguments.prompts * arguments.group,
         "train_s": arguments.train,
