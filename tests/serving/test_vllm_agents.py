@@ -88,6 +88,7 @@ def test_the_proxy_records_what_the_model_says_of_the_tokens_of_a_streaming_and_
     record, before = tmp_path / "answers.jsonl", count_requests(address)
     command = [sys.executable, "-u", "-m", "fctune.cli", "proxy", str(TINY_BASE), "--server", address]
     command += ["--served-model", "tiny_base", "--port", "0", "--out", str(record), "--max-new-tokens", "400"]
+    command += ["--context", "2048"]
     proxy = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert proxy.stdout is not None
