@@ -83,7 +83,7 @@ def _read_question(instruction: str, history: str, output: str, number: int) -> 
     given: dict[str, set[str]] = {}
     for call in calls:  # the rows do not say which parameters are required, but one that a call omits is not
         given[call.name] = given.get(call.name, set(call.arguments)) & set(call.arguments)
-    tools = [_make_tool(*parts, given) for parts in _TOOL.findall(instruction)]
+    tools = [_make_tool(found[1], found[2], found[3], given) for found in _TOOL.finditer(instruction)]
     schemas = ToolSet(tools)
     if not tools or len({tool.name for tool in tools}) < len(tools) or any(map(schemas.find_errors, calls)):
         return None

@@ -24,7 +24,7 @@ from fctune.config.loading import read_environment
 from fctune.config.sections.rollouts import AGENT, ENVIRONMENT, find_source_problems, is_dialogue_source
 from fctune.config.shipped import resolve_shipped_path, shipped_dir
 from fctune.config.yaml_text import parse_yaml
-from fctune.engines.model_files import check_model_paths
+from fctune.engines.model_files import check_model_paths, is_server
 from fctune.tasks.benchmarks import find_benchmarks, find_suite_files
 
 _SERVERS = ("vllm", "sglang")
@@ -103,8 +103,6 @@ def _check_inputs(name: str, arguments: argparse.Namespace) -> None:
                 raise ConfigError(f"{model}: no such directory. Pass a model directory.")
         else:
             check_model_paths(model, getattr(arguments, "adapter", None))
-    if name == "eval" and arguments.suite.startswith(AGENT):
-        raise ConfigError(f"--suite {arguments.suite}: agents are not evaluated. Compare reward_mean in metrics.jsonl.")
     if name == "eval" and is_dialogue_source(arguments.suite):
         _check_dialogue_options(arguments)
     elif name == "eval" and arguments.dialogue is not None:
@@ -125,6 +123,12 @@ def _check_dialogue_options(arguments: argparse.Namespace) -> None:
     refused |= {option for benchmark in find_benchmarks().values() for option in benchmark.eval_only_options}
     refused |= {"--categories", "--num-cases", "--propose"}
     refused |= {"--limit"} if arguments.suite.startswith(ENVIRONMENT) else set()
+    if arguments.suite.startswith(AGENT):
+        refused |= {"--dialogue", "--request", "--seed"}  # limits are the file's, seeds those of the tasks
+        if is_server(arguments.model):
+            raise ConfigError(
+                f"--model {arguments.model}: agents are evaluated with a model in this process. Pass its directory."
+            )
     defaults = argparse.ArgumentParser(add_help=False)
     _add_eval_options(defaults)
     for action in defaults._actions:
@@ -158,7 +162,7 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
         "--cases",
         dest="suite",
         help=f"smoke, synthetic, {', '.join(find_benchmarks())}, a file (YAML, or JSONL cases), or held-out dialogues: "
-        "environment:NAMES:TASKS, mcp:FILE, verifiers:FILE or recorded:ROWS",
+        "environment:NAMES:TASKS, mcp:FILE, verifiers:FILE, recorded:ROWS or agent:FILE",
     )
     suite.add_argument("--categories", type=_to_names, default=[], help="only these categories, comma-separated")
     suite.add_argument("--limit", type=int, metavar="N", help="only the first N cases of each category")

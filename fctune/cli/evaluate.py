@@ -11,7 +11,7 @@ BFCL's multi-turn cases the calls are made on the benchmark's simulated classes,
 model makes no more. Code that a model writes is never executed.
 
 Held-out dialogues are SUITEs too: environment:NAMES:TASKS, mcp:FILE, verifiers:FILE and recorded:ROWS, which
-reinforcement trains on.
+reinforcement trains on; and agent:FILE, all tasks of the file.
 
 Each case is written to --out as it finishes; re-run the same command to resume.
 """
@@ -23,6 +23,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ from fctune.cli.tables import (
 from fctune.config.intervals import format_count
 from fctune.config.loading import format_problems, read_environment
 from fctune.config.parsing import parse_dataclass
-from fctune.config.sections.rollouts import DialogueConfig, is_dialogue_source
+from fctune.config.sections.rollouts import AGENT, DialogueConfig, is_dialogue_source
 from fctune.engines.engine import Engine, Sampling
 from fctune.engines.http_client import RetryPolicy
 from fctune.engines.model_files import ModelFiles, is_server
@@ -63,7 +64,9 @@ from fctune.tasks.task import Task
 
 if TYPE_CHECKING:
     from fctune.base.distributed import World
-    from fctune.tasks.rollouts import TaskSet
+    from fctune.data.chat_template import ChatTemplate
+    from fctune.tasks.episode import EpisodeLimits
+    from fctune.tasks.rollouts import RolloutSettings, TaskSet
 
 _NUM_SHOWN = 5
 _MAX_NEW_TOKENS = 256
@@ -164,18 +167,25 @@ def _run_dialogues(arguments: argparse.Namespace, world: World | None) -> int:
         run_dialogues,
         summarise_dialogues,
     )
+    from fctune.tasks.rollouts import RolloutSettings
 
     name, console = name_dialogues(arguments.suite), make_console()
     rank, world_size = (world.rank, world.world_size) if world else (0, 1)
     results = ResultsFile(arguments.out or default_out(arguments, f"{name}.jsonl"), rank, world_size)
-    tasks = _open_dialogues(arguments, config, console, world)
+    is_agent = arguments.suite.startswith(AGENT)
+    limits = EpisodeLimits(arguments.max_new_tokens, None if is_agent else config.max_turns)
+    template = None
+    if is_agent:  # which is kept as token ids, as in training
+        assert files is not None
+        template, limits = _prepare_agents(arguments, files, limits)
+    tasks = _open_dialogues(arguments, config, RolloutSettings(template, limits), console, world)
     try:
         opened = _limit_tasks([tasks.open(task_id) for task_id in tasks.ids], arguments.limit)
         known = [task for task in opened if task.questions]  # an environment's are held out by their names
         if known and _has_leaks(arguments, known, world) and arguments.strict_leaks:
             return 1
         ids = [task.id for task in opened]
-        engine, call_format = open_engine(arguments, files, named, world)
+        engine, call_format = open_engine(arguments, files, named, world, keeps_tokens=is_agent)
         settings = describe_dialogues(name, tasks, len(ids), engine, call_format, arguments.max_new_tokens, config)
         show = console.is_terminal and rank == 0
         with Progress(console=console, transient=True) if show else nullcontext() as progress:
@@ -185,7 +195,7 @@ def _run_dialogues(arguments: argparse.Namespace, world: World | None) -> int:
                 ids,
                 engine,
                 call_format,
-                EpisodeLimits(arguments.max_new_tokens, config.max_turns),
+                limits,
                 results,
                 settings,
                 num_at_once=4 * arguments.concurrency if is_server(arguments.model) else arguments.batch_size,
@@ -204,12 +214,27 @@ def _run_dialogues(arguments: argparse.Namespace, world: World | None) -> int:
     return _report(arguments, None, measured, summary, results, f"tasks of {name} that {arguments.model} solves")
 
 
+def _prepare_agents(
+    arguments: argparse.Namespace, files: ModelFiles, limits: EpisodeLimits
+) -> tuple[ChatTemplate, EpisodeLimits]:
+    """Return the model's chat template, and the limits with the model's context as that of an agent's prompts."""
+    from fctune.data.chat_template import ChatTemplate
+    from fctune.models.sources import read_architecture
+
+    template = ChatTemplate(
+        files.tokenizer_dir, template_args=arguments.template_args, chat_template=arguments.chat_template
+    )
+    return template, replace(limits, max_tokens=read_architecture(files.model_dir).max_position_embeddings)
+
+
 def _open_dialogues(
-    arguments: argparse.Namespace, config: DialogueConfig, console: Console, world: World | None
+    arguments: argparse.Namespace,
+    config: DialogueConfig,
+    settings: RolloutSettings,
+    console: Console,
+    world: World | None,
 ) -> TaskSet:
-    """Open the held-out tasks on every rank."""
-    from fctune.tasks.episode import EpisodeLimits
-    from fctune.tasks.rollouts import RolloutSettings
+    """Open the held-out tasks on every rank; those of an agent are all that its file has."""
     from fctune.tasks.sampling.task_sets import open_dialogue_tasks
 
     def log(line: str) -> None:
@@ -217,7 +242,6 @@ def _open_dialogues(
             console.print(line, style="yellow", soft_wrap=True, markup=False, highlight=False)
 
     def open_here() -> TaskSet:
-        settings = RolloutSettings(None, EpisodeLimits(arguments.max_new_tokens))
         tasks = open_dialogue_tasks(arguments.suite, config, settings, split="test", log=log)
         if world is not None and tasks.is_exclusive:
             tasks.close()

@@ -60,6 +60,8 @@ class TeacherServer:
     ):
         self._config, self._log = config, log
         self._closed = threading.Event()
+        self._lock = threading.Lock()  # of the flag
+        self._is_lost = False  # and the log has said so
         self._vocab_size = count_vocabulary(template)
         if config.top_k >= self._vocab_size:
             raise ConfigError(
@@ -105,14 +107,19 @@ class TeacherServer:
         lost_s: float | None = None
         while True:
             try:
-                return self._request(ids, positions)
+                scores = self._request(ids, positions)
+                self._is_lost = False
+                return scores
             except RequestError as error:
                 if error.status == 200 or not error.is_transient:
                     raise ConfigError(f"{self.url}: {self._model} cannot score an answer ({error}).") from None
                 now = time.monotonic()
                 if lost_s is None:
                     lost_s = now
-                    self._log(f"the teacher at {self.url} is unavailable ({error}); waiting for it")
+                    with self._lock:
+                        is_known, self._is_lost = self._is_lost, True
+                    if not is_known:
+                        self._log(f"the teacher at {self.url} is unavailable ({error}); waiting for it")
                 if now - lost_s > self._config.max_wait_s:
                     raise ConfigError(
                         f"{self.url}: unavailable for {now - lost_s:,.0f} s ({error}). Start the teacher's server, and "

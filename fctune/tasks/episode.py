@@ -173,6 +173,10 @@ class Episode:
         self.messages = self._state.prompt.messages
         self._num_calls = sum(len(message.calls) for message in self.messages)
 
+    def adopt(self, state: TaskState, steps: Sequence[Step]) -> None:
+        """Take the steps of an episode that something else ran, and the state that its last answer is of."""
+        self._state, self.steps, self.is_over = state, list(steps), True
+
     @property
     def final_text(self) -> str:
         """Text of the last answer without its calls; empty if it was cut off, or if the episode ended without one."""

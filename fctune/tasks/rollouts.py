@@ -13,12 +13,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fctune.base.errors import ConfigError, DataError
+from fctune.calls.formats.base import CallFormat
 from fctune.calls.response_template import find_call_format
 from fctune.checkpoint.fault_hooks import fire
 from fctune.config.intervals import choose_noun, format_count
@@ -30,6 +31,8 @@ from fctune.tasks.opinions import JUDGE_PART, Opinion, TextJudge, read_opinion
 from fctune.tasks.rewards import BINARY, CONTROL, REWARD_PARTS, check_reward, score_answer, toss_coin, weigh_parts
 from fctune.tasks.suite import Suite
 from fctune.tasks.task import AnswerCase, Case, Task, TaskError
+
+T = TypeVar("T")
 
 # Failing tasks in a row after which the cause must be systematic, so that more tasks will not help. A single task,
 # such as one whose prompt is too long, fails as many times as its group has answers.
@@ -234,6 +237,31 @@ class TaskSet(ABC):
         for rollout in self._reward_each(runner.run(map(self.begin, requests), self.num_at_once, gives_up=False)):
             self.note_end(rollout.case_id, rollout.error)
             yield rollout
+
+    def ask_each(
+        self,
+        engine: Engine,
+        call_format: CallFormat | None,
+        limits: EpisodeLimits,
+        ids: Sequence[str],
+        end: Callable[[Episode], T],
+        *,
+        num_at_once: int | None = None,
+        is_first: bool = True,
+    ) -> Iterator[T]:
+        """Ask each of some tasks once, to measure a model; yield what ``end`` returns for each episode that is over.
+
+        Args:
+            engine: The model or server.
+            call_format: The call format of its text; None: the server has parsed the calls.
+            limits: Where episodes end.
+            ids: Ids of the tasks.
+            end: Called while the task still holds what its episode left.
+            num_at_once: Most episodes that advance together; None: all.
+            is_first: No prompt was answered before, so an engine that can answer none of them is an error.
+        """
+        runner = EpisodeRunner(engine, call_format, limits, acts_on="strict")
+        yield from map(end, runner.run((Episode(self.open(one)) for one in ids), num_at_once, is_first))
 
     def check(self) -> None:  # noqa: B027 most tasks are checked as they are made
         """Check that the first task can be solved.

@@ -1,9 +1,12 @@
-"""Continuations of token ids by an engine, as the tests compare them."""
+"""Continuations of token ids by an engine, and by a model in process that they are compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from fctune.data.conversation import Conversation
 from fctune.engines.engine import Engine, Prompt
@@ -33,3 +36,10 @@ def continue_ids(
         ending = answer.is_cut, answer.version, answer.error, answer.rejected
         found.append(Continuation(answer.index, ids, logprobs, *ending))
     return sorted(found)
+
+
+def compute_logprobs(model: Any, context: Sequence[int], ids: Sequence[int]) -> Tensor:
+    """Return the log-probability of each of the ids after a context under a transformers model, float32 ``[n]``."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*context, *ids]])).logits[0, len(context) - 1 : -1]
+    return logits.float().log_softmax(-1).gather(1, torch.tensor(list(ids))[:, None]).squeeze(1)

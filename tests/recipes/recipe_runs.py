@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
+
+import torch
 
 from fctune.base import distributed
 from fctune.base.distributed import World
@@ -21,7 +25,7 @@ from recipes.lora_distill_distributed import LoRADistillRecipe
 from recipes.lora_dpo_distributed import LoRAPreferenceRecipe
 from recipes.lora_fc_distributed import LoRAFunctionCallingRecipe
 from recipes.lora_grpo_distributed import LoRAPolicyRecipe
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TINY_BASE
 from tests.ranks import run_ranks
 
 Kind = Literal["lora", "full", "dpo", "grpo", "distill", "full_distill"]
@@ -37,6 +41,12 @@ RECIPES: dict[Kind, Any] = {
 CONFIGS: dict[Kind, str] = {kind: str(ROOT / "configs" / f"tiny_{kind.removeprefix('full_')}.yaml") for kind in RECIPES}
 
 
+SMALL_DISTILL = (
+    *("distill.cases=synthetic:train:12:1", "distill.answers_per_step=4", "distill.max_new_tokens=8"),
+    *("data.seq_len=1024", "optimizer.lr=1e-3", "checkpoint.every=1"),
+)
+
+
 def arguments_for(output: Path, *overrides: str, kind: Kind = "lora") -> list[str]:
     """Command line of a run of two steps in ``output / "run"``, with adapters at few layers.
 
@@ -46,6 +56,29 @@ def arguments_for(output: Path, *overrides: str, kind: Kind = "lora") -> list[st
     base += ["data.packed=false", f"micro_batch_size={4 if kind == 'lora' else 2}", "max_steps=2"]
     base += [] if kind == "full" else ["adapter.modules=[q_proj,v_proj]"]
     return ["--config", CONFIGS[kind], f"output_dir={output / 'run'}", *base, *overrides]
+
+
+def distill_arguments(folder: Path, *overrides: str) -> list[str]:
+    """Return the command line of a small run with the page's config."""
+    page = (ROOT / "docs" / "reference" / "distillation.md").read_text()
+    (snippet,) = re.findall(r'```yaml title="distill.yaml"\n(.*?)```', page, re.DOTALL)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "distill.yaml").write_text(snippet)
+    return ["--config", str(folder / "distill.yaml"), f"output_dir={folder / 'run'}", *SMALL_DISTILL, *overrides]
+
+
+def write_teacher(path: Path) -> Path:
+    """Write a model with the tiny base's tokenizer and other weights; returns its directory."""
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(TINY_BASE, path)
+    model = AutoModelForCausalLM.from_pretrained(TINY_BASE)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.03)
+    model.save_pretrained(path)
+    return path
 
 
 def run_on_rank(world: World, argv: list[str], recipe: Any = LoRAFunctionCallingRecipe) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -15,25 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from fctune.data.chat_template import ChatTemplate
-from tests.conftest import ROOT, TINY_BASE
+from tests.conftest import TINY_BASE
 from tests.engines.vllm_stand_in import VllmStandIn
 from tests.ranks import run_ranks
-from tests.recipes.recipe_runs import Kind, check_single_reports, run_in_turn
+from tests.recipes.recipe_runs import Kind, check_single_reports, distill_arguments, run_in_turn, write_teacher
 
-SMALL = (
-    *("distill.cases=synthetic:train:12:1", "distill.answers_per_step=4", "distill.max_new_tokens=8"),
-    *("data.seq_len=1024", "optimizer.lr=1e-3", "checkpoint.every=1"),
-)
 MIXED = ("distill.on_policy_share=0.5", "data.sources=[{path: synthetic:train:10:2}]", "distill.beta=0.5")
-
-
-def arguments(folder: Path, *overrides: str) -> list[str]:
-    """Return the command line of a small run with the page's config."""
-    page = (ROOT / "docs" / "reference" / "distillation.md").read_text()
-    (snippet,) = re.findall(r'```yaml title="distill.yaml"\n(.*?)```', page, re.DOTALL)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "distill.yaml").write_text(snippet)
-    return ["--config", str(folder / "distill.yaml"), f"output_dir={folder / 'run'}", *SMALL, *overrides]
 
 
 def read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -42,18 +28,7 @@ def read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model with the tiny base's tokenizer and other weights."""
-    from transformers import AutoModelForCausalLM
-
-    path = tmp_path_factory.mktemp("teacher") / "model"
-    shutil.copytree(TINY_BASE, path)
-    model = AutoModelForCausalLM.from_pretrained(TINY_BASE)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.03)
-    model.save_pretrained(path)
-    return path
+    return write_teacher(tmp_path_factory.mktemp("teacher") / "model")
 
 
 @pytest.fixture
@@ -68,9 +43,9 @@ def test_a_run_that_is_resumed_equals_one_that_was_not(server: VllmStandIn, tmp_
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     options = (*MIXED, "distill.teacher=null", f"distill.teacher_server={{url: {server.url}, top_k: 8}}")
     plans: list[tuple[list[str], Kind]] = [
-        (arguments(whole, *options, "max_steps=3"), "distill"),
-        (arguments(halves, *options, "max_steps=1"), "distill"),
-        (arguments(halves, *options, "max_steps=3"), "distill"),
+        (distill_arguments(whole, *options, "max_steps=3"), "distill"),
+        (distill_arguments(halves, *options, "max_steps=1"), "distill"),
+        (distill_arguments(halves, *options, "max_steps=3"), "distill"),
     ]
     results = run_ranks(run_in_turn, 1, plans)[0]
     assert [one["code"] for one in results] == [0, 0, 0], results
@@ -90,7 +65,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not(server: VllmStandIn, tmp_
 
 def test_two_processes_train_all_weights_toward_a_teacher_in_process(teacher: Path, tmp_path: Path) -> None:
     options = ("~adapter", *MIXED, f"distill.teacher={teacher}", "parallel.mode=fsdp", "max_steps=2")
-    plans: list[tuple[list[str], Kind]] = [(arguments(tmp_path, *options), "full_distill")]
+    plans: list[tuple[list[str], Kind]] = [(distill_arguments(tmp_path, *options), "full_distill")]
     results = run_ranks(run_in_turn, 2, plans)
     assert [rank[0]["code"] for rank in results] == [0, 0], results
     metrics = read_lines(tmp_path, "metrics.jsonl")
@@ -140,5 +115,6 @@ def test_bad_input_is_named_in_one_sentence(server: VllmStandIn, teacher: Path, 
         (("distill.teacher=null", url % (server.url, 8), "data.seq_len=2048"), "2,049 are needed", "distill"),
     ]
     check_single_reports(
-        [(arguments(tmp_path, f"distill.teacher={teacher}", *one), words, kind) for one, words, kind in wrong], 1
+        [(distill_arguments(tmp_path, f"distill.teacher={teacher}", *one), words, kind) for one, words, kind in wrong],
+        1,
     )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from tests.conftest import TINY_BASE
 from tests.engines.vllm_stand_in import VllmStandIn
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import CONFIGS, run_kind_on_rank
-from tests.tasks.environments.agent_files import AGENT, write_agent_file
+from tests.tasks.environments.agent_files import AGENT, check_recorded_tokens, read_lines, write_agent_file
 
 TASKS = [{"question": f"What is {number} and {number}?", "category": "sums"} for number in range(6)]
 SMALL = (
@@ -28,42 +25,6 @@ def train(output: Path, file: Path, *overrides: str, num_ranks: int = 1) -> None
     words = ["--config", CONFIGS["grpo"], f"output_dir={output / 'run'}", f"grpo.cases=agent:{file}", *SMALL]
     done = run_ranks(run_kind_on_rank, num_ranks, [*words, *overrides], "grpo")
     assert [one["code"] for one in done] == [0] * num_ranks, done
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def check_tokens(output: Path) -> None:
-    """Check that each rollout's trained tokens and log-probabilities are those of its record, and no others."""
-    events = [row for file in (output / "run" / "agent_answers").glob("*.jsonl") for row in read_lines(file)]
-    answers: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in events:
-        if row["event"] == "answer":
-            answers[row["episode"]].append(row)
-    ends = {(row["task"], row["sample"], row["seed"]): row["episode"] for row in events if row["event"] == "end"}
-    assert len(ends) == sum(row["event"] == "end" for row in events), "each episode once"
-    rows = read_lines(output / "run" / "rollouts.jsonl")
-    assert len(rows) == len(ends)
-    for row in rows:
-        ((episode, _),) = (
-            (name, key)
-            for key, name in ends.items()
-            if key[:2] == (row["case_id"], row["sample"]) and _fits(row, answers[name])
-        )
-        assert row["error"] is None
-        assert row["version"] == min(one["version"] for one in answers[episode])
-
-
-def _fits(row: dict[str, Any], answers: list[dict[str, Any]]) -> bool:
-    trained = [
-        (token, logprob)
-        for sequence in (row, *row.get("further", ()))
-        for token, logprob, is_new in zip(sequence["ids"], sequence["logprobs"], sequence["is_generated"], strict=True)
-        if is_new
-    ]
-    recorded = [pair for one in answers for pair in zip(one["ids"], one["logprobs"], strict=True)]
-    return sorted(trained) == sorted(recorded)
 
 
 @pytest.mark.slow
@@ -82,8 +43,8 @@ def test_an_agents_run_in_process_is_resumed_exactly_and_trains_what_was_recorde
     assert logs[0] == logs[1]
     adapters = [load_file(f / "run" / "export" / "adapter" / "adapter_model.safetensors") for f in (whole, halves)]
     assert all(torch.equal(weight, adapters[1][name]) for name, weight in adapters[0].items())
-    check_tokens(whole)
-    check_tokens(halves)
+    check_recorded_tokens(whole / "run")
+    check_recorded_tokens(halves / "run")
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -95,7 +56,7 @@ def test_an_agents_run_with_a_server_trains_what_was_recorded(num_ranks: int, tm
     finally:
         server.stop()
     assert not server.adapters
-    check_tokens(tmp_path)
+    check_recorded_tokens(tmp_path / "run")
     sent = [tuple(body["prompt"]) for path, body in server.requests if path == "/v1/completions"]
     recorded = [
         tuple(row["prompt_ids"])
@@ -112,7 +73,7 @@ def test_an_agents_run_on_two_ranks_shares_its_episodes(tmp_path: Path) -> None:
     train(tmp_path, write_agent_file(tmp_path, TASKS), "max_steps=1", num_ranks=2)
     files = sorted((tmp_path / "run" / "agent_answers").iterdir())
     assert [file.name for file in files] == ["rank00000.jsonl", "rank00001.jsonl"]
-    check_tokens(tmp_path)
+    check_recorded_tokens(tmp_path / "run")
 
 
 def test_a_scorer_with_constant_scores_ends_the_run_with_that_reason(tmp_path: Path) -> None:

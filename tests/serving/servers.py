@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +35,9 @@ def serve_vllm(
     **environment: str,
 ) -> Iterator[str]:
     """Serve with ``fctune serve`` until the block ends; yields the address, and checks that the server ends cleanly."""
-    words = ["--enforce-eager", "--max-model-len", "2048", "--dtype", "float32", "--max-num-seqs", "16", *options]
+    words = ["--enforce-eager", "--max-model-len", "2048", "--dtype", "float32", "--max-num-seqs", "16"]
+    # One process, as in benchmarks/real_server.py: a second one keeps a core busy while it waits.
+    words += ["--distributed-executor-backend", "uni", *options]
     command = [sys.executable, "-u", "-m", "fctune.cli", "serve", str(model), "--python", python, "--port", str(port)]
     command.append(f"--vllm={' '.join(words)}")
     command += [] if adapters is None else ["--adapters", str(adapters)]
@@ -65,6 +69,44 @@ def serve_llama_cpp(model: Path, port: int, context: int = 2048) -> Iterator[str
         finally:
             process.kill()
             process.wait(ENDS_S)
+
+
+@contextmanager
+def relay(address: str) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Pass requests on to a server; yields an address in front of it, and the path and body of each request so far.
+
+    Connections break while the server is gone.
+    """
+    passed: list[tuple[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._pass_on("GET", b"")
+
+        def do_POST(self) -> None:
+            sent = self.rfile.read(int(self.headers["Content-Length"]))
+            passed.append((self.path, json.loads(sent)))
+            self._pass_on("POST", sent)
+
+        def _pass_on(self, method: str, sent: bytes) -> None:
+            headers = {"Content-Type": "application/json"}
+            with suppress(httpx.TransportError, ConnectionError):
+                answer = httpx.request(method, address + self.path, content=sent, headers=headers, timeout=300)
+                self.send_response(answer.status_code)
+                self.send_header("Content-Length", str(len(answer.content)))
+                self.end_headers()
+                self.wfile.write(answer.content)
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", passed
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def complete(address: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

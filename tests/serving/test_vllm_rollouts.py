@@ -15,7 +15,7 @@ from fctune.base.errors import ConfigError
 from fctune.data.chat_template import ChatTemplate
 from fctune.engines.policy_server import PolicyServer, PublishedAdapter, ServerPatience
 from tests.conftest import TINY_BASE
-from tests.engines.continuations import Continuation, continue_ids
+from tests.engines.continuations import Continuation, compute_logprobs, continue_ids
 from tests.ranks import find_port
 from tests.serving.servers import serve_vllm
 
@@ -75,9 +75,7 @@ def measure_ratios(adapter: Path | None, prompts: list[list[int]], answers: list
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     ratios = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        with torch.no_grad():
-            logits = model.eval()(torch.tensor([[*prompt, *answer.ids]])).logits[0, len(prompt) - 1 : -1]
-        own = logits.float().log_softmax(-1).gather(1, torch.tensor(answer.ids)[:, None]).squeeze(1)
+        own = compute_logprobs(model.eval(), prompt, answer.ids)
         ratios.append((own - torch.tensor(answer.logprobs)).exp())
     return torch.cat(ratios)
 

@@ -1,4 +1,4 @@
-"""Evaluate dialogues: ask the tasks of an environment, an MCP server or recorded rows once, as training rewards them.
+"""Evaluate dialogues: ask the tasks of an environment, an agent or recorded rows once, as training rewards them.
 
 A task that fails, such as one whose MCP server dies, is not measured: it is in no figure, and the next run asks it
 again. A dialogue without an answer of the model counts as unsolved, as in other suites.
@@ -20,7 +20,7 @@ from fctune.calls.judge import Judgement, Outcome
 from fctune.config.intervals import format_count
 from fctune.config.sections.rollouts import ENVIRONMENT, DialogueConfig
 from fctune.engines.engine import Engine
-from fctune.tasks.episode import Episode, EpisodeLimits, EpisodeRunner
+from fctune.tasks.episode import Episode, EpisodeLimits
 from fctune.tasks.evaluation.results import ResultsFile
 from fctune.tasks.evaluation.run import finish_results, start_results
 from fctune.tasks.evaluation.summary import summarise_defects, summarise_reasoning, tally_judgements
@@ -108,11 +108,13 @@ def run_dialogues(
     at_once = num_at_once if tasks.num_at_once is None else min(num_at_once, tasks.num_at_once)
 
     def ask() -> None:
-        runner = EpisodeRunner(engine, call_format, limits, acts_on="strict")
-        episodes = (Episode(tasks.open(task_id)) for task_id in share)
+        rows = tasks.ask_each(
+            *(engine, call_format, limits, share, lambda episode: make_row(tasks, episode, limits)),
+            num_at_once=at_once,
+            is_first=not finished,
+        )
         try:
-            for number, episode in enumerate(runner.run(episodes, at_once, not finished), start=1):
-                row = make_row(tasks, episode, limits)
+            for number, row in enumerate(rows, start=1):
                 results.append(row)
                 on_row(row, number, len(share))
                 tasks.note_end(row["id"], row["error"] if row["verdict"] == NOT_MEASURED else None)
@@ -133,8 +135,8 @@ def make_row(tasks: TaskSet, episode: Episode, limits: EpisodeLimits) -> Row:
 
     It has the fields of a multi-turn case, and ``parts``, those of the reward but the control, and ``ended``, how the
     dialogue ended: ``answered`` without a call, ``malformed_call``, ``cut_off``, ``max_turns``, ``context_full``,
-    ``completed`` or ``deviated`` from a recorded row, or ``no_answer``. Only well-formed calls are made, so the
-    lenient reading has the same verdict.
+    ``completed`` or ``deviated`` from a recorded row, ``after_calls`` where the agent asked no more, or ``no_answer``.
+    Only well-formed calls are made, so the lenient reading has the same verdict.
     """
     parts: Mapping[str, float] = {}
     if episode.error is None:
@@ -178,12 +180,14 @@ def _find_end(episode: Episode, limits: EpisodeLimits, is_solved: bool) -> str:
     if episode.stopped is not None:
         return "context_full"
     step = episode.steps[-1]
-    if step.answer.is_cut:
+    if episode.is_cut or step.answer.is_cut:
         return "cut_off"
     if step.parsed.malformed:
         return "malformed_call"
     if not step.calls:
         return "answered"
+    if limits.max_turns is None:  # an agent, which ends as it likes
+        return "after_calls"
     if len(episode.steps) == limits.max_turns:
         return "max_turns"
     return "completed" if is_solved else "deviated"

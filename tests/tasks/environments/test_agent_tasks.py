@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from fctune.base.errors import ConfigError, DataError
+from fctune.cli import main
 from fctune.config.sections.rollouts import DialogueConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.engines.engine import Answer, Prompt
@@ -253,6 +254,46 @@ def test_a_scorer_may_answer_with_an_object_or_be_an_endpoint(open_tasks: Open, 
     assert first.parts["score"] == 0.25
     assert second.error is not None
     assert "fine; expected a number from 0 to 1" in second.error
+
+
+def evaluate(tmp_path: Path, *words: str, **values: Any) -> tuple[int, list[dict[str, Any]]]:
+    """Return the exit code of ``fctune eval``, and the rows."""
+    out = tmp_path / "out.jsonl"
+    suite = f"agent:{write_agent_file(tmp_path, TASKS, **values)}"
+    command = ["eval", "--model", str(TINY_BASE), "--suite", suite, "--max-new-tokens", "12", "--out", str(out)]
+    return main([*command, *words]), [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_eval_asks_each_task_once_and_has_the_scorers_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, rows = evaluate(tmp_path)
+    assert code == 0
+    assert [row["id"] for row in rows] == ["agent/1", "agent/2"]
+    assert [row["category"] for row in rows] == ["even", "odd"]
+    for row in rows:
+        assert 0 <= row["parts"]["score"] <= 1
+        assert row["verdict"] == (
+            "correct" if row["parts"]["score"] == 1 else row["verdict"] if row["malformed"] else "wrong_answer"
+        )
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant", "user", "assistant"]
+        assert [turn["answer"] for turn in row["turns"][0]][-1] == row["answer"]
+    before = (tmp_path / "out.jsonl").read_text()
+    assert evaluate(tmp_path)[0] == 0
+    assert (tmp_path / "out.jsonl").read_text() == before, "resumed, nothing was asked again"
+    code, solved = evaluate(tmp_path, "--fresh", scorer={"command": f"{SCORER} object"})
+    assert code == 0
+    assert [row["verdict"] for row in solved] == ["correct", "correct"]
+    assert [row["messages"] for row in solved] == [row["messages"] for row in rows], "greedy"
+    capsys.readouterr()
+    assert main(["eval", "--model", "http://127.0.0.1:9", "--suite", f"agent:{tmp_path / 'agent.yaml'}"]) == 2
+    assert "agents are evaluated with a model in this process" in capsys.readouterr().err
+
+
+def test_a_task_whose_agent_fails_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(tmp_path, command=f"{AGENT} silent")[0] == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "none of 2 tasks could be measured, for example agent/1: the agent got no answer from the model" in said
 
 
 def test_twenty_failing_tasks_in_a_row_end_the_run(open_tasks: Open, template: ChatTemplate) -> None:

@@ -66,6 +66,7 @@ class SessionAnswer:
         is_cut: A limit other than the client's own ended it.
         is_ended: The answer has its stop token, so that its ids can be continued.
         continues: Number of the answer whose ids the prompt begins with; None: the conversation was encoded.
+        step: The answer as it was read; None if it comes from a log.
         num_received: Times that it was sent and not lost on the way.
         was_lost: It was lost on the way at least once.
     """
@@ -80,6 +81,7 @@ class SessionAnswer:
     is_cut: bool = False
     is_ended: bool = True
     continues: int | None = None
+    step: Step | None = None
     num_received: int = 0
     was_lost: bool = False
 
@@ -345,7 +347,8 @@ class AgentSession:
         is_cut = answer.is_cut and (request.max_new_tokens is None or room <= request.max_new_tokens)
         answer, is_stopped = cut_at_stop(template, answer, request.stops)
         assert answer.tokens is not None
-        message = self._read_answer(answer, conversation.tools)
+        step = self._read_answer(answer, conversation.tools)
+        message = step.to_message()
         reason = "length" if answer.is_cut else "tool_calls" if message.calls else "stop"
         reply = Reply(
             f"chatcmpl-{secrets.token_hex(12)}",
@@ -366,6 +369,7 @@ class AgentSession:
             is_cut,
             is_ended=not answer.is_cut and not is_stopped,
             continues=None if continued is None else continued.number,
+            step=step,
         )
         num_before = 0 if continued is None else len(continued.conversation.messages) + 1
         return made, len(conversation.messages) - num_before
@@ -403,8 +407,8 @@ class AgentSession:
             self._prompts[digest] += 1
             return make_seed(self._seed, digest, self._prompts[digest])
 
-    def _read_answer(self, answer: Answer, tools: tuple[Tool, ...]) -> Message:
-        """Return an answer as a message; only well-formed calls are calls, as in every rollout."""
+    def _read_answer(self, answer: Answer, tools: tuple[Tool, ...]) -> Step:
+        """Return an answer as a step; only well-formed calls are calls, as in every rollout."""
         reading = read_answer(answer, self._policy.call_format, tools)
         step = Step(answer, reading, reading.strict)
         if not reading.strict.malformed:
@@ -412,7 +416,7 @@ class AgentSession:
                 first = self._num_calls
                 self._num_calls += len(reading.strict.calls)
             step.calls = tuple(make_call(call, first + i) for i, call in enumerate(reading.strict.calls, start=1))
-        return step.to_message()
+        return step
 
     def _add(self, made: SessionAnswer) -> None:
         self._answers.append(made)

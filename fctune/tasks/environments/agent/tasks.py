@@ -11,14 +11,16 @@ import math
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fctune.base.errors import ConfigError
 from fctune.base.processes import Finished, lead_group, run_command
+from fctune.calls.formats.base import CallFormat
 from fctune.engines.engine import Engine
 from fctune.engines.http_client import HttpClient, RequestError, RetryPolicy, UnusableAnswer
 from fctune.tasks.environments.agent.proxy import AgentProxy
@@ -31,8 +33,8 @@ from fctune.tasks.environments.agent.sessions import (
 )
 from fctune.tasks.environments.agent.task_file import AgentFile, ScorerConfig, fill_command
 from fctune.tasks.environments.host import list_variables
-from fctune.tasks.episode import Episode
-from fctune.tasks.rollouts import Request, Rollout, RolloutSettings, TaskSet
+from fctune.tasks.episode import Episode, EpisodeLimits, make_seed
+from fctune.tasks.rollouts import Request, Rollout, RolloutSettings, T, TaskSet
 from fctune.tasks.task import Task, TaskError, TaskState
 
 AGENT_PARTS: dict[str, str] = {
@@ -71,6 +73,7 @@ class AgentTask(Task):
     def __init__(self, task_id: str, fields: Mapping[str, Any]):
         self.id, self.fields = task_id, fields
         self.category = str(fields.get("category", "all"))
+        self.session: AgentSession | None = None  # of the episode
         self.run: AgentRun | None = None
 
     def start(self) -> TaskState:
@@ -142,9 +145,32 @@ class AgentTasks(TaskSet):
         Raises:
             ConfigError: Many tasks in a row failed, or the policy's server is lost.
         """
+        with closing(self._run_each(engine, requests, self._make_rollout)) as rollouts:
+            for rollout in rollouts:
+                self.note_end(rollout.case_id, rollout.error)
+                yield rollout
+
+    def ask_each(
+        self,
+        engine: Engine,
+        call_format: CallFormat | None,
+        limits: EpisodeLimits,
+        ids: Sequence[str],
+        end: Callable[[Episode], T],
+        *,
+        num_at_once: int | None = None,
+        is_first: bool = True,
+    ) -> Iterator[T]:
+        """Run the agent once on each of some tasks, within its file's limits; see ``TaskSet.ask_each``."""
+        yield from self._run_each(engine, [Request(one, 0, make_seed(0, one)) for one in ids], end)
+
+    def _run_each(
+        self, engine: Engine, requests: Sequence[Request], end: Callable[[Episode], T]
+    ) -> Generator[T, None, None]:
+        """Yield what ``end`` returns for each episode, in the order in which they end."""
         proxy = self._open_proxy(engine)
         pool = ThreadPoolExecutor(self._file.concurrency, thread_name_prefix="agent")
-        running: set[Future[Rollout]] = {pool.submit(self._play_one, proxy, one) for one in requests}
+        running: set[Future[T]] = {pool.submit(self._run_one, proxy, one, end) for one in requests}
         is_shared = getattr(engine, "is_concurrent", False)
         try:
             while running:
@@ -154,9 +180,7 @@ class AgentTasks(TaskSet):
                 if proxy.failure is not None:
                     raise proxy.failure
                 for future in done:
-                    rollout = future.result()
-                    self.note_end(rollout.case_id, rollout.error)
-                    yield rollout
+                    yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             if running:
@@ -202,13 +226,13 @@ class AgentTasks(TaskSet):
                 )
             return self._proxy
 
-    def _play_one(self, proxy: AgentProxy, request: Request) -> Rollout:
+    def _run_one(self, proxy: AgentProxy, request: Request, end: Callable[[Episode], T]) -> T:
         task = self.open(request.case_id)
         episode = Episode(task, request.sample, request.seed)
         # Nobody can guess the name, so no other program answers for the agent.
         name = f"{request.case_id}/{request.sample}/{secrets.token_hex(8)}"
         with tempfile.TemporaryDirectory(prefix="fctune-episode-", ignore_cleanup_errors=True) as directory:
-            session = proxy.begin(name, request.seed)
+            session = task.session = proxy.begin(name, request.seed)
             try:
                 finished = self._run_agent(task, proxy.base_url(name), name, proxy.model, Path(directory))
                 session.close()
@@ -219,23 +243,28 @@ class AgentTasks(TaskSet):
             finally:
                 session.close()
                 proxy.forget(name)
-            sequences = merge_answers(task.run.answers) if task.run is not None else []
-            if sequences:
-                episode.tokens = sequences[0]
-            rollout = self._reward(episode)
-            if rollout.error is None:
-                assert task.run is not None
-                versions = tuple(answer.version for answer in task.run.answers)
-                rollout = replace(rollout, further=tuple(sequences[1:]), versions=versions)
-            session.record_end(
-                task=request.case_id,
-                sample=request.sample,
-                seed=request.seed,
-                num_sequences=len(sequences),
-                reward=rollout.reward,
-                parts=dict(rollout.parts),
-                error=rollout.error,
-            )
+            return end(episode)
+
+    def _make_rollout(self, episode: Episode) -> Rollout:
+        """Return the rewarded rollout of an episode, and record how it ended."""
+        task = episode.task
+        assert isinstance(task, AgentTask)
+        assert task.session is not None
+        sequences = merge_answers(task.run.answers) if task.run is not None else []
+        if sequences:
+            episode.tokens = sequences[0]
+        rollout = self._reward(episode)
+        if rollout.error is None:
+            rollout = replace(rollout, further=tuple(sequences[1:]))
+        task.session.record_end(
+            task=task.id,
+            sample=episode.sample,
+            seed=episode.seed,
+            num_sequences=len(sequences),
+            reward=rollout.reward,
+            parts=dict(rollout.parts),
+            error=rollout.error,
+        )
         return rollout
 
     def _run_agent(self, task: AgentTask, url: str, key: str, model: str, directory: Path) -> Finished:
@@ -284,6 +313,9 @@ class AgentTasks(TaskSet):
             ended = "was killed after its time limit" if code is None else f"ended with code {code}"
             failed = f" ({session.num_failed} of its requests failed)" if session.num_failed else ""
             raise TaskError(f"the agent got no answer from the model{failed}; it {ended}{reason}")
+        last = answers[-1]
+        episode.adopt(TaskState(last.conversation), [one.step for one in answers if one.step is not None])
+        episode.messages = (*last.conversation.messages, last.message)
         episode.version = min(answer.version for answer in answers)
         episode.transcript = [_show(answer) for answer in answers]
         episode.is_cut = session.is_cut or answers[-1].is_cut
