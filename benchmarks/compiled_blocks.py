@@ -90,10 +90,11 @@ def _lowered_for_gpu(counts: dict[str, int]) -> Iterator[None]:
     """Lower graphs that were traced on the CPU as if their tensors were on an H100, and count their kernels."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import compile_fx, config, scheduler
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
 
     moved: list[FakeTensor] = []
-    prepare = compile_fx.GraphLowering.__init__
+    prepare = GraphLowering.__init__
 
     def init(self: Any, graph: torch.fx.GraphModule, example_inputs: Any = None, **options: Any) -> None:
         for node in graph.graph.nodes:
@@ -119,7 +120,7 @@ def _lowered_for_gpu(counts: dict[str, int]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (compile_fx.GraphLowering, "__init__", init),
+            (GraphLowering, "__init__", init),
             (compile_fx, "_check_triton_bf16_support", lambda *_: None),
             (Scheduler, "codegen", codegen),
             (scheduler, "has_triton", lambda *_: True),

@@ -34,7 +34,7 @@ NUM_TASKS = {"train": 240, "validation": 90, "test": 240}
 TOOLS = ("water",)
 SERVER_PROCESSES = 8
 # What each side asks for, by tool. The tests' wordings are in neither of the others.
-WORDINGS = {
+WORDINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "train": {
         "water": (
             "Water bed {bed} with {number} liters.",
