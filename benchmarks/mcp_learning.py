@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--split", choices=("validation", "test"), default="test", help="default: %(default)s")
     parser.add_argument("--trial", default="", metavar="NAME", help="name of a result with other settings")
-    parser.add_argument("--start-steps", type=int, default=200, help="steps of the start; default: %(default)s")
+    parser.add_argument("--start-steps", type=int, default=50, help="steps of the start; default: %(default)s")
     parser.add_argument("--tasks", type=int, metavar="N", help="tasks of each side, at most; default: all")
     parser.add_argument("--results", type=Path, help="file of the results")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
