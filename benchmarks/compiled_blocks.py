@@ -94,6 +94,7 @@ def _lowered_for_gpu(counts: dict[str, int]) -> Iterator[None]:
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
 
     moved: list[FakeTensor] = []
+    created: list[tuple[torch.fx.Node, dict[str, Any]]] = []
     prepare = GraphLowering.__init__
 
     def init(self: Any, graph: torch.fx.GraphModule, example_inputs: Any = None, **options: Any) -> None:
@@ -104,6 +105,7 @@ def _lowered_for_gpu(counts: dict[str, int]) -> Iterator[None]:
                     moved.extend(_move_to_gpu_(value))
             moved.extend(_move_to_gpu_(node.meta.get("val")))
             if node.kwargs.get("device") == torch.device("cpu"):
+                created.append((node, node.kwargs))
                 node.kwargs = {**node.kwargs, "device": _GPU}
         moved.extend(_move_to_gpu_(example_inputs))
         prepare(self, graph, example_inputs, **options)
@@ -137,9 +139,11 @@ def _lowered_for_gpu(counts: dict[str, int]) -> Iterator[None]:
         stack.enter_context(config.patch(fx_graph_cache=False, cpp_wrapper=False))
         try:
             yield
-        finally:
-            for tensor in moved:  # AOT autograd traces on with them
+        finally:  # AOT autograd traces on with the tensors, and the graphs run on the CPU
+            for tensor in moved:
                 tensor.fake_device = torch.device("cpu")
+            for node, kwargs in created:
+                node.kwargs = kwargs
 
 
 def _move_to_gpu_(values: Any) -> list[FakeTensor]:
