@@ -44,8 +44,8 @@ SETTINGS = {  # by model_type and hidden_size in config.json; others have those 
     # Each row and each case takes twice as long, and an hour on two cores is for both models and all prompts.
     ("qwen2", 896): ModelSettings(
         "qwen2_5_coder_0_5b_lora",
-        {"natural": 10, "seal_copies": 0, "glaive": 20, "no_call": 30, "twins": 60, "parallel": 50, "listed": 30}
-        | {"joined": 60, "dialogues": 80, "synthetic": 20},
+        {"public": 300, "guided": 20, "natural": 10, "seal_copies": 0, "glaive": 16, "no_call": 80, "twins": 55}
+        | {"parallel": 15, "listed": 10, "joined": 10, "dialogues": 12, "synthetic": 10},
         40,
     ),
 }
@@ -58,18 +58,15 @@ def check_inputs(arguments: argparse.Namespace) -> Path:
         ConfigError: Something is missing; one sentence that says what, and what to do.
     """
     _check_options(arguments)
-    for option in ("seal", "glaive"):
-        path = getattr(arguments, option)
-        if path is None or not (path.startswith("hf:") or Path(path).exists()):
-            raise ConfigError(
-                f"--{option} {path}: no such rows. Pass a file of them in any row format that `fctune data check` "
-                "reads, or hf:NAME."
-            )
-    return check_model(arguments)
+    return check_model(arguments, rows=("seal", "glaive"))
 
 
-def check_model(arguments: argparse.Namespace) -> Path:
+def check_model(arguments: argparse.Namespace, rows: Sequence[str] = ()) -> Path:
     """Set the options that follow from the model, check what measuring and training need, and return its directory.
+
+    Args:
+        arguments: The command line, whose config, limit, mixture and template are set.
+        rows: Options that name rows.
 
     Raises:
         ConfigError: Something is missing; one sentence that says what, and what to do.
@@ -78,6 +75,13 @@ def check_model(arguments: argparse.Namespace) -> Path:
     from fctune.models.hub import resolve_model_dir
 
     _check_measuring(arguments)
+    for option in rows:
+        path = getattr(arguments, option)
+        if path is None or not (path.startswith("hf:") or Path(path).exists()):
+            raise ConfigError(
+                f"--{option} {path}: no such rows. Pass a file of them in any row format that `fctune data check` "
+                "reads, or hf:NAME."
+            )
     model_dir = resolve_model_dir(arguments.model)
     if not (model_dir / "config.json").is_file() or not any(model_dir.glob("*.safetensors")):
         raise ConfigError(
@@ -122,6 +126,11 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"--public-sets {arguments.public_sets}: no such directory. "
             "benchmarks/real_public_sets.py has the commands that make it."
+        )
+    if arguments.public_rows is not None and not arguments.public_rows.is_dir():
+        raise ConfigError(
+            f"--public-rows {arguments.public_rows}: no such directory. "
+            "benchmarks/real_public_rows.py has the commands that make it."
         )
 
 

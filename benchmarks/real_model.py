@@ -83,7 +83,8 @@ NUM_VALIDATION, NUM_TEST = 60, 120
 NUM_DIALOGUES, NUM_SECOND_ENGINE = 50, 100
 PARTS = ("test", "public_sets", "ifeval", "multi_turn", "second_engine")
 _ROOT = Path(__file__).resolve().parents[1]
-_CHOSEN_BY_RUNS = ("parallel.context", "activation_checkpointing.fraction")  # null until a run records its choice
+# Null until a run records its choice.
+_CHOSEN_BY_RUNS = ("parallel.context", "activation_checkpointing.fraction", "activation_checkpointing.mlp_tiles")
 
 
 def write_data(arguments: argparse.Namespace, mixture: Mixture) -> None:

@@ -411,7 +411,7 @@ def test_a_known_model_needs_no_further_options_and_those_that_are_given_win(tmp
     assert config.model.path == "hf:Qwen/Qwen2.5-Coder-0.5B-Instruct"
     assert arguments.chat_template is config.model.chat_template is None
     mixture = parse_mixture(arguments.mixture)
-    assert 350 < sum(value for value in dataclasses.asdict(mixture).values() if isinstance(value, int)) < 450
+    assert 500 < sum(value for value in dataclasses.asdict(mixture).values() if isinstance(value, int)) < 600
     given = [
         "--mixture",
         "no_call=7",

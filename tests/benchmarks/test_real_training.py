@@ -50,8 +50,9 @@ def test_an_ended_run_is_known_by_any_spelling_of_its_paths(tmp_path: Path) -> N
 
 
 def test_an_ended_run_has_chosen_what_its_config_left_open(tmp_path: Path) -> None:
-    write_ended_run(tmp_path / "run", "parallel.context=1", "activation_checkpointing.fraction=0.5")
-    open_keys = ["parallel.context=null", "activation_checkpointing.fraction=null"]
+    chosen = {"parallel.context": 1, "activation_checkpointing.fraction": 0.5, "activation_checkpointing.mlp_tiles": 2}
+    write_ended_run(tmp_path / "run", *(f"{key}={value}" for key, value in chosen.items()))
+    open_keys = [f"{key}=null" for key in chosen]
     assert train_once(CONFIG, tmp_path / "run", open_keys) == tmp_path / "run" / "export" / "merged"
     with pytest.raises(ConfigError, match=r"parallel\.context=1, not 2\. Pass another --out"):
         train_once(CONFIG, tmp_path / "run", [*open_keys, "parallel.context=2"])
