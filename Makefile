@@ -185,7 +185,8 @@ bench: setup
 real-full: FULL := --full
 real real-full: setup
 	env -u OMP_NUM_THREADS -u HF_HUB_OFFLINE $(BIN)/python -m benchmarks.real_model --model $(MODEL) --seal $(SEAL) \
-	  --glaive $(GLAIVE) $(if $(PUBLIC_SETS),--public-sets $(PUBLIC_SETS)) $(FULL) $(REAL_ARGS)
+	  --glaive $(GLAIVE) $(if $(PUBLIC_SETS),--public-sets $(PUBLIC_SETS)) \
+	  $(if $(PUBLIC_ROWS),--public-rows $(PUBLIC_ROWS)) $(FULL) $(REAL_ARGS)
 
 # Run the GPU benchmarks that docs/reference/gpu-results.md lacks, the most valuable first and at most 30 minutes a time,
 # and write that page. TOY=1 runs all of them on toy models, on the CPU where there is no GPU, and writes to runs/.
