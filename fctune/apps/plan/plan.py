@@ -299,7 +299,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
         search=search,
         shape_source=shape_source,
         length_reason=length_reason,
-        num_parameters=sum(t.numel for t in parameters),
+        num_parameters=search.memory.num_base_weights + sum(t.numel for t in parameters if t.is_adapter),
         num_trained=sum(t.numel for t in parameters if t.is_trained),
         setting=setting,
         layout_reason=reason,
