@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.results is not None:
         record: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": describe_machine()}
         record |= {"command": "python -m benchmarks.mcp_learning --out DIR", arguments.split: results}
-        arguments.results.write_text(json.dumps(record, indent=1) + "\n")
+        text = json.dumps(record, indent=1).replace(str(arguments.out.resolve()), "DIR")
+        arguments.results.write_text(text + "\n")
     return 0
 
 
