@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning import NUM_CASES, make_data, measure, train
+from benchmarks.learning import NUM_CASES, make_data, measure, read_results, train
 from benchmarks.training import describe_machine
 from fctune.calls.metrics import wilson_interval
 from fctune.runs.record import MetricsFile
@@ -73,17 +73,13 @@ def run_seed(out: Path, seed: int, steps: int, teacher_steps: int, split: str) -
         measure(folder, train(folder / name, seed, str(start), config, [*schedule, *options]), split, seed)
 
 
-def read_results(out: Path, split: str) -> list[dict[str, Any]]:
+def read_students(out: Path, split: str) -> list[dict[str, Any]]:
     """Return the result of each model and seed, with the tokens that it was trained on."""
-    results = []
-    for file in sorted(out.glob(f"seed*/{split}/*.json")):
-        if "." in file.stem:  # the answers' settings and summary
-            continue
-        result = json.loads(file.read_text().replace(str(out), "DIR"))
-        metrics = MetricsFile(file.parents[1] / result["model"] / "metrics.jsonl")
+    results = read_results(out, split)
+    for result in results:
+        metrics = MetricsFile(out / f"seed{result['seed']}" / result["model"] / "metrics.jsonl")
         metrics.update()
         result["tokens_supervised"] = metrics.total("tokens_supervised")
-        results.append(result)
     return results
 
 
@@ -111,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     for seed in arguments.seeds:
         run_seed(arguments.out, seed, arguments.steps, arguments.teacher_steps, arguments.split)
-    results = read_results(arguments.out, arguments.split)
+    results = read_students(arguments.out, arguments.split)
     print("\n".join(format_results(results)))
     if arguments.results is not None:
         record: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": describe_machine()}

@@ -23,7 +23,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,27 +54,40 @@ class Method:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the missing parts of every seed and method, print the table and write ``SPLIT.json``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser = make_parser(__doc__, NUM_CASES, start_steps=55)
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--control", action="store_true", help="also train without verdicts")
-    parser.add_argument("--split", choices=NUM_CASES, default="test", help="cases to measure; default: %(default)s")
-    parser.add_argument("--trial", default="", metavar="NAME", help="name of a result with other settings")
-    parser.add_argument("--start-steps", type=int, default=55, help="steps of the start; default: %(default)s")
     parser.add_argument("--prompts", type=int, default=800, help="cases to sample; default: %(default)s")
     parser.add_argument("--num", type=int, default=4, help="answers to each case, at most; default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sampled answers; default: %(default)s")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the method's config")
-    arguments = parser.parse_intermixed_args(argv)
-    if bool(arguments.overrides) != bool(arguments.trial):
-        parser.error("key=value and --trial go together: a result with other settings needs its own name.")
+    arguments = parse_arguments(parser, argv)
     for seed in arguments.seeds:
         run_seed(arguments, seed)
     results = read_results(arguments.out, arguments.split)
     (arguments.out / f"{arguments.split}.json").write_text(json.dumps(results, indent=2) + "\n")
     print("\n".join(format_results(results)))
     return 0
+
+
+def make_parser(description: str | None, splits: Iterable[str], start_steps: int) -> argparse.ArgumentParser:
+    """Return a parser of the options of any benchmark that trains from a start with several seeds."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--split", choices=splits, default="test", help="what to measure; default: %(default)s")
+    parser.add_argument("--trial", default="", metavar="NAME", help="name of a result with other settings")
+    steps = "steps of the start; default: %(default)s"
+    parser.add_argument("--start-steps", type=int, default=start_steps, help=steps)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    return parser
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options; ends with a message if settings are overridden without a name, or the reverse."""
+    arguments = parser.parse_intermixed_args(argv)
+    if bool(arguments.overrides) != bool(arguments.trial):
+        parser.error("key=value and --trial go together: a result with other settings needs its own name.")
+    return arguments
 
 
 def run_seed(arguments: argparse.Namespace, seed: int) -> None:
@@ -266,8 +279,9 @@ def read_time_shares(run: Path) -> dict[str, float]:
 
 
 def read_results(out: Path, split: str) -> list[dict[str, Any]]:
-    """Return the results of all models that were measured on a split, by model and seed."""
-    results = [json.loads(file.read_text()) for file in out.glob(f"seed*/{split}/*.json") if file.suffixes == [".json"]]
+    """Return the results of all models that were measured on a split, by model and seed; paths there start with DIR."""
+    files = [file for file in out.glob(f"seed*/{split}/*.json") if file.suffixes == [".json"]]
+    results = [json.loads(file.read_text().replace(str(out.resolve()), "DIR")) for file in files]
     results = [result for result in results if "categories" in result]
     return sorted(results, key=lambda result: (result["model"] != "start", result["model"], result["seed"]))
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning import SUPERVISED, measure, read_results, train
+from benchmarks.learning import SUPERVISED, make_parser, measure, parse_arguments, read_results, train
 from benchmarks.training import describe_machine
 from fctune.calls.metrics import wilson_interval
 from fctune.data.synthetic.words import make_word
@@ -66,18 +66,10 @@ REWARDS = {"grpo": "solved", "control": "random"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the missing parts of every seed, print the table and write the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--split", choices=("validation", "test"), default="test", help="default: %(default)s")
-    parser.add_argument("--trial", default="", metavar="NAME", help="name of a result with other settings")
-    parser.add_argument("--start-steps", type=int, default=50, help="steps of the start; default: %(default)s")
+    parser = make_parser(__doc__, ("validation", "test"), start_steps=50)
     parser.add_argument("--tasks", type=int, metavar="N", help="tasks of each side, at most; default: all")
     parser.add_argument("--results", type=Path, help="file of the results")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
-    arguments = parser.parse_intermixed_args(argv)
-    if bool(arguments.overrides) != bool(arguments.trial):
-        parser.error("key=value and --trial go together: a result with other settings needs its own name.")
+    arguments = parse_arguments(parser, argv)
     for seed in arguments.seeds:
         run_seed(arguments, seed)
     results = read_results(arguments.out, arguments.split)
@@ -85,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.results is not None:
         record: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": describe_machine()}
         record |= {"command": "python -m benchmarks.mcp_learning --out DIR", arguments.split: results}
-        text = json.dumps(record, indent=1).replace(str(arguments.out.resolve()), "DIR")
-        arguments.results.write_text(text + "\n")
+        arguments.results.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 

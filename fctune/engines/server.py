@@ -265,9 +265,7 @@ class ServerEngine:
 
     @cached_property
     def _weights(self) -> dict[str, str]:
-        """What the server tells of its weights, with their digest if they are on this machine: read once, as it is
-        asked for with each suite.
-        """
+        """Where the server read its weights, with their digest if they are on this machine; hashed once."""
         root = next((row.get("root") for row in self._listed if row["id"] == self.model), None)
         if not isinstance(root, str) or not root:
             return {}

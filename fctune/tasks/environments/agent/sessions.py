@@ -132,7 +132,7 @@ class AnswerLog:
         return events
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, which the next event opens again."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)

@@ -264,7 +264,7 @@ class VerifiersRun:
         self._process.send({"do": "finish", "episode": self.number})
 
     def close(self) -> None:
-        """End the episode."""
+        """Forget the episode, and tell the environment's process unless it has ended it itself."""
         self._process.replies.pop(self.number, None)
         if not self._is_over:
             self._is_over = True

@@ -115,7 +115,7 @@ class Worker:
         self._slots = asyncio.Semaphore(config["concurrency"])
 
     def send(self, reply: dict[str, Any]) -> None:
-        """Write a reply."""
+        """Write a reply as one line of JSON, whole even where the pipe takes a part at a time."""
         content = json.dumps(reply).encode() + b"\n"
         while content:
             content = content[os.write(self._output, content) :]
