@@ -36,6 +36,7 @@ class DataSize:
     """Size of one epoch of the training split."""
 
     packs: int
+    rows: int
     tokens: int
     slots: int  # computed positions, including padding
     supervised: int  # tokens
@@ -74,29 +75,39 @@ def measure_data(
     return None if found is None else _count_prepared(config, *found, world_size)
 
 
-def count_steps(config: RunConfig, packs: int) -> int:
-    """Return the optimizer steps of a run whose training split has so many packs."""
-    steps = config.epochs * math.ceil(packs / config.global_batch_size)
+def count_steps(config: RunConfig, packs: int, rows: int) -> int:
+    """Return the optimizer steps of a run without its own answers whose training split has so many packs and rows."""
+    if config.distill is None:
+        steps = config.epochs * math.ceil(packs / config.global_batch_size)
+    else:  # each row has a place of its own
+        steps = config.epochs * math.ceil(rows / config.distill.rows_per_step)
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 def find_run_length(config: RunConfig) -> RunLength | None:
     """Return the length of a run, counted in its prepared set or bounded by its rows; None if neither is known.
 
+    Cases that a run answers are not counted.
+
     Raises:
         DataError: The prepared set is damaged.
     """
+    if config.rollouts is not None:
+        return None
     found = find_prepared(config, None)
     if found is not None:
         prepared, _ = found
         config = resolve_batch_size(config, prepared.num_tokens("train"), prepared.num_packs("train"))
         packs, has_validation = prepared.num_packs("train"), prepared.num_packs("validation") > 0
+        rows = len(prepared.packs["train"][0])
     elif config.data.max_samples is not None and config.global_batch_tokens is None:
         # A pack holds one row or more.
         packs, has_validation = max(1, config.data.max_samples * len(config.data.sources)), True
+        rows = packs
     else:
         return None
-    return RunLength(count_steps(config, packs), packs, is_upper_bound=found is None, has_validation=has_validation)
+    steps = count_steps(config, packs, rows)
+    return RunLength(steps, packs, is_upper_bound=found is None, has_validation=has_validation)
 
 
 def find_prepared(config: RunConfig, model_dir: Path | None) -> tuple[PreparedSet, str] | None:
@@ -171,6 +182,7 @@ def _count_prepared(config: RunConfig, prepared: PreparedSet, how: str, world_si
     share = prepared.counts.supervised / max(1, prepared.counts.tokens)
     return DataSize(
         packs,
+        len(flat),
         tokens,
         max(slots, tokens),
         int(share * tokens),
@@ -218,4 +230,4 @@ def _estimate(config: RunConfig, rows: int, mean_tokens: float) -> DataSize:
     described += f", packs {_PACKED_SHARE:.0%} full (assumed)" if data.packed else ""
     described += "" if slots > tokens else ", padding unknown"
     pairs = int(tokens * (mean_tokens + 1) / 2)
-    return DataSize(packs, tokens, max(slots, tokens), int(_SUPERVISED_SHARE * tokens), pairs, described)
+    return DataSize(packs, kept, tokens, max(slots, tokens), int(_SUPERVISED_SHARE * tokens), pairs, described)

@@ -69,10 +69,11 @@ class RolloutPlan:
             generate.
         memory_bytes: Memory of one.
         num_answers: Answers of a batch in which no group is dropped.
+        num_rows: Conversations from rows that are trained beside them, in distillation.
         num_concurrent: Answers in progress.
         tokens_per_s: Generated tokens per second of all GPUs, at most.
         generation_s: Seconds for the answers of a batch, each as long as it may become, at least.
-        training_s: Seconds for the updates on them, if each fills a row.
+        training_s: Seconds for the updates on both, if each is as long as ``data.seq_len``.
         is_overlapped: A server generates the next batch while this one is trained.
     """
 
@@ -82,6 +83,7 @@ class RolloutPlan:
     training_bytes: float
     memory_bytes: int
     num_answers: int
+    num_rows: int
     num_concurrent: int
     tokens_per_s: float
     generation_s: float
@@ -159,10 +161,11 @@ def plan_rollouts(
         training_bytes=0.0 if is_server and not section.shares_gpus else training_bytes,
         memory_bytes=gpu.memory_bytes,
         num_answers=num_answers,
+        num_rows=section.rows_per_step,
         num_concurrent=concurrent,
         tokens_per_s=tokens_per_s,
         generation_s=generation_s,
-        training_s=num_answers * pack_s,
+        training_s=(num_answers + section.rows_per_step) * pack_s,
         is_overlapped=is_server and section.max_staleness > 0,
     )
 
@@ -192,7 +195,7 @@ def estimate_run(
     """Return the time, files and cost of a run in a setting, whose peak memory and step time are known."""
     config, memory, gpus = search.config, search.memory, setting.world_size
     nodes = max(1, gpus // request.gpus_per_node)
-    section, footprint, step_s = config.rollouts, peak.footprint, time.total_s
+    section, footprint, pack_s = config.rollouts, peak.footprint, time.total_s / config.global_batch_size
     is_served = section is not None and section.engine == "server" and not section.shares_gpus
     server_gpus = (request.server_gpus or request.gpus_per_node) if is_served else 0
     rollouts = plan_rollouts(
@@ -201,11 +204,15 @@ def estimate_run(
         sum(t.numel for t in memory.all.tensors),
         request.gpu,
         server_gpus or gpus,
-        time.total_s / config.global_batch_size,
+        pack_s,
         footprint.state + footprint.buffers + footprint.teacher + footprint.context,
     )
     if rollouts is not None and section is not None:
         step_s = rollouts.batch_s / section.updates_per_batch
+    elif config.distill is not None:
+        step_s = config.distill.rows_per_step * pack_s  # if each is as long as data.seq_len
+    else:
+        step_s = time.total_s
     rates = request.disk_gb_s, request.failures_per_gpu_day
     storage = plan_storage(memory, config, gpus, search.rows, *rates, setting.shard, num_steps, step_s)
     startup = _estimate_startup(search, request, nodes, setting.replicate, storage.base_bytes)

@@ -292,7 +292,7 @@ def make_plan(config: RunConfig, request: PlanRequest) -> Plan:
     peak = search.memory.peak(setting)
     num_steps = config.max_steps
     if config.rollouts is None and search.rows is not None:
-        num_steps = count_steps(search.config, search.rows.packs)
+        num_steps = count_steps(search.config, search.rows.packs, search.rows.rows)
     parameters = search.memory.all.tensors
     return Plan(
         request=request,

@@ -165,11 +165,12 @@ def _print_rollouts(console: Console, rollouts: RolloutPlan) -> None:
             f"  {_gib(-rollouts.free_bytes)} GiB over the GPU's memory: fewer answers are in progress at a time",
             "yellow",
         )
+    rows = f" and {format_count(rollouts.num_rows, 'row')}" if rollouts.num_rows else ""
     joined = "while the last batch is trained" if rollouts.is_overlapped else "then trained"
     _say(
         console,
-        f"a batch of {format_count(rollouts.num_answers, 'answer')}: at least {_seconds(rollouts.generation_s)} to "
-        f"generate, {joined} in at most {_seconds(rollouts.training_s)}; {_seconds(rollouts.batch_s)} in all",
+        f"a batch of {format_count(rollouts.num_answers, 'answer')}{rows}: at least {_seconds(rollouts.generation_s)} "
+        f"to generate, {joined} in at most {_seconds(rollouts.training_s)}; {_seconds(rollouts.batch_s)} in all",
     )
 
 

@@ -79,6 +79,11 @@ class GRPOConfig(RolloutConfig):
         return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
 
     @property
+    def rows_per_step(self) -> int:
+        """Conversations of each step that come from rows: none."""
+        return 0
+
+    @property
     def answers_per_batch(self) -> int:
         """Answers of a batch in which no group is dropped."""
         return self.prompts_per_step * self.group_size

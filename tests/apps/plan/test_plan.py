@@ -470,5 +470,5 @@ def test_a_distillation_counts_its_teachers_weights_forward_pass_and_logits(beta
     attention = 4 * 32 * 4096 * taught.search.pairs_per_token
     assert taught.flops.reference == pytest.approx(least + attention, rel=1e-3)
     assert taught.kernel_times.reference > taught.flops.reference / (find_gpu("h100").bf16_tflops * 1e6)
-    assert taught.estimate.step_s > alone.estimate.step_s
+    assert taught.estimate.time.total_s > alone.estimate.time.total_s
     assert taught.search.memory.teacher is not None

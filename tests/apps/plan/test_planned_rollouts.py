@@ -118,3 +118,36 @@ def test_the_plan_of_a_run_has_both_sides(make_model: Any, capsys: pytest.Captur
     assert "not prepared" not in said
     assert "generation on 2 GPUs" in said
     assert "a batch of 128 answers: at least" in said
+
+
+@pytest.mark.parametrize("share", [0.25, 0.0])
+def test_the_rows_of_a_distillation_are_trained_beside_its_answers(
+    share: float, make_model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fctune.apps.plan.table import print_plan
+    from fctune.base.terminal import Terminal
+
+    path = str(make_model("llama"))
+    distill = {"teacher": path, "on_policy_share": share, "answers_per_step": 8, "max_new_tokens": 500}
+    if share:
+        distill |= {"cases": "synthetic:train:100", **serve()}
+    data = {"sources": [{"path": "synthetic:train:100"}], "seq_len": 1000, "validation_share": 0.0}
+    config = parse_small_config({"model": {"path": path}, "adapter": ADAPTER, "distill": distill, "data": data})
+    config.epochs = 3
+    found = make_plan(config, PlanRequest(H100, gpus_per_node=1, rows=100, mean_tokens=10, price=2.0))
+    made = found.estimate
+    row_s = made.time.total_s / config.global_batch_size
+    print_plan(Terminal(), found)
+    said = capsys.readouterr().out
+    if share:
+        assert made.rollouts is not None
+        assert (made.rollouts.num_answers, made.rollouts.num_rows) == (2, 6)
+        assert made.rollouts.training_s == pytest.approx(8 * row_s)
+        assert found.num_steps is None, "the cases are not counted"
+        assert "a batch of 2 answers and 6 rows: at least" in said
+    else:
+        assert made.rollouts is None
+        assert made.step_s == pytest.approx(8 * row_s)
+        assert found.num_steps == 39, "three epochs of 100 rows, eight a step"
+        assert made.training_hours >= 39 * made.step_s / 3600
+        assert "39 steps:" in said
