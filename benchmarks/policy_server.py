@@ -34,11 +34,10 @@ from fctune.tasks.evaluation.paired import compare_rows
 from fctune.tasks.evaluation.results import read_rows
 
 POLL_S = 0.2
-# In one process: a second one keeps a core busy while it waits. Without chunked prefills: vLLM 0.32 on a CPU dies of a
-# chunk of a request with a seed ("does not use offset").
+# Without chunked prefills: vLLM 0.32 on a CPU dies of a chunk of a request with a seed ("does not use offset").
 SERVER_WORDS = (
     "--host 127.0.0.1 --enforce-eager --dtype float32 --max-model-len 2048 --max-num-seqs 64 "
-    "--no-enable-chunked-prefill --distributed-executor-backend uni"
+    "--no-enable-chunked-prefill"
 )
 TIMES = ("generation_time_s", "judging_time_s", "publish_time_s", "data_time_s", "step_time_s")
 

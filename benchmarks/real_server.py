@@ -24,11 +24,7 @@ from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import TEMPLATE_ARGS_FILE, write_template_args
 
-# One process: a second one waits for the first by looking again and again, which costs a core half of its time.
-DEFAULT_OPTIONS = (
-    "--enforce-eager --dtype bfloat16 --max-model-len 6144 --max-num-seqs 32 --host 127.0.0.1 "
-    "--distributed-executor-backend uni"
-)
+DEFAULT_OPTIONS = "--enforce-eager --dtype bfloat16 --max-model-len 6144 --max-num-seqs 32 --host 127.0.0.1"
 # BFCL's dialogues describe up to forty functions, and grow with each result.
 LONG_OPTIONS = DEFAULT_OPTIONS.replace("--max-model-len 6144", "--max-model-len 16384")
 # vLLM 0.32 on a CPU dies of a part of a prompt whose request has a seed ("does not use offset"), as samples have.

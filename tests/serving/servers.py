@@ -36,8 +36,7 @@ def serve_vllm(
 ) -> Iterator[str]:
     """Serve with ``fctune serve`` until the block ends; yields the address, and checks that the server ends cleanly."""
     words = ["--enforce-eager", "--max-model-len", "2048", "--dtype", "float32", "--max-num-seqs", "16"]
-    # One process, as in benchmarks/real_server.py: a second one keeps a core busy while it waits.
-    words += ["--distributed-executor-backend", "uni", *options]
+    words += options
     command = [sys.executable, "-u", "-m", "fctune.cli", "serve", str(model), "--python", python, "--port", str(port)]
     command.append(f"--vllm={' '.join(words)}")
     command += [] if adapters is None else ["--adapters", str(adapters)]
