@@ -5,11 +5,13 @@ python openai_agent.py     the task as JSON on the input; prints its conversatio
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from typing import Any
 
+import httpx
 import openai
 
 TOOL = {
@@ -34,9 +36,13 @@ def main() -> None:
                 for choice in event.choices:
                     content += choice.delta.content or ""
                     calls += choice.delta.tool_calls or []
-        else:  # the client breaks the connection long before the answer is there, and asks again
-            hasty = client.with_options(timeout=0.2, max_retries=20) if turn == 1 else client
-            message = hasty.chat.completions.create(**asked).choices[0].message
+        else:
+            if turn == 1:  # no answer is there in a millisecond
+                hasty = client.with_options(timeout=httpx.Timeout(120, read=0.001), max_retries=0)
+                with contextlib.suppress(openai.APITimeoutError):
+                    hasty.chat.completions.create(**asked)
+                    raise SystemExit("the answer came before the client gave up")
+            message = client.chat.completions.create(**asked).choices[0].message
             content, calls = message.content, message.tool_calls or []
         answer: dict[str, Any] = {"role": "assistant", "content": content or None}
         if calls:
