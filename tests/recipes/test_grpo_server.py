@@ -41,9 +41,9 @@ def list_words(output: Path, server: VllmStandIn, *overrides: str) -> list[str]:
     return [*words, "grpo.engine=server", f"grpo.server.url={server.url}", REWARD, *overrides]
 
 
-def train(output: Path, server: VllmStandIn, *overrides: str) -> dict[str, Any]:
+def train(output: Path, server: VllmStandIn, *overrides: str, num_ranks: int = 1) -> dict[str, Any]:
     words = list_words(output, server, *overrides)
-    done: dict[str, Any] = run_ranks(run_kind_on_rank, 1, words, "grpo")[0]
+    done: dict[str, Any] = run_ranks(run_kind_on_rank, num_ranks, words, "grpo")[0]
     return done
 
 
@@ -126,14 +126,15 @@ def die_in_the_second_update(world: World, argv: list[str]) -> None:
 ASLEEP = ("grpo.max_staleness=0", "grpo.server.sleeps_while_training=true")
 
 
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_server_on_the_trainers_gpu_is_asleep_during_each_step_and_awake_when_the_run_ends_or_resumes(
-    tmp_path: Path, server: VllmStandIn
+    tmp_path: Path, server: VllmStandIn, num_ranks: int
 ) -> None:
     options = (*ASLEEP, "max_steps=3", "checkpoint.every=1")
     with pytest.raises(RuntimeError, match=r"died \(9\)"):
-        run_ranks(die_in_the_second_update, 1, list_words(tmp_path, server, *options))
+        run_ranks(die_in_the_second_update, num_ranks, list_words(tmp_path, server, *options))
     assert not server.is_awake.is_set(), "a killed process wakes nothing up"
-    assert train(tmp_path, server, *options)["code"] == 0
+    assert train(tmp_path, server, *options, num_ranks=num_ranks)["code"] == 0
     assert server.is_awake.is_set()
     assert not server.adapters
     assert [one["step"] for one in read_lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
