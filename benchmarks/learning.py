@@ -223,11 +223,13 @@ def train(folder: Path, seed: int, base: str, config: str, overrides: Sequence[s
         raise SystemExit(f"{folder} was trained with different settings: pass another --trial or --out.")
     if not (merged / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps({"config": config, "settings": settings}) + "\n")
+        described = json.dumps({"config": config, "settings": settings}) + "\n"
+        record.write_text(described)
         fctune(
             *("train", config, f"output_dir={folder}", *settings, "epochs=100", "parallel.mode=auto"),
             *("validation.every=0", "data.validation_share=0", "data.special_tokens_in_content=keep"),
         )
+        record.write_text(described)  # again: a run that died before its first checkpoint is moved away with it
     return merged
 
 
