@@ -43,6 +43,7 @@ from fctune.models.weight_sources import Stored
 _MIN_PART_BYTES = 1 << 20
 
 ReadRegion = Callable[[Tensor, Sequence[int]], None]
+FillRows = Callable[[int, int], None]
 
 
 class Target(NamedTuple):
@@ -114,44 +115,61 @@ class Share:
             step: Rows at whose multiples the full tensor may be cut.
             read_: Fills a region in the host's memory.
         """
-        if self._group is None or not out.ndim:
-            self._read_on_host_(out, offsets, read_)
+        if not out.ndim:
+            self._attempt(_read_on_host_, out, offsets, read_)
+            return
+        first = offsets[0]
+
+        def read_rows_(start: int, stop: int) -> None:
+            _read_on_host_(out[start - first : stop - first], (start, *offsets[1:]), read_)
+
+        self.fill_([out], first, step, read_rows_)
+
+    def fill_(self, outs: Sequence[Tensor], first: int, step: int, fill_rows_: FillRows) -> None:
+        """Fill tensors of equally many rows, in place, of which each rank fills some and sends them to the others.
+
+        Args:
+            outs: The tensors, contiguous and on the device on which the ranks exchange them.
+            first: Index of their first row in the full tensors.
+            step: Rows at whose multiples the full tensors may be cut.
+            fill_rows_: Fills the rows of all tensors from one index in the full tensors to another, which is excluded.
+        """
+        last = first + len(outs[0])
+        if self._group is None:
+            self._attempt(fill_rows_, first, last)
             return
         size, rank = self._group.size(), self._group.rank()
-        num_parts = min(size, math.ceil(out.nbytes / _MIN_PART_BYTES))
-        first, last = offsets[0], offsets[0] + len(out)
+        num_parts = min(size, math.ceil(sum(out.nbytes for out in outs) / _MIN_PART_BYTES))
         steps = range(first // step, math.ceil(last / step))
         cuts = [steps.start + math.ceil(len(steps) * part / num_parts) for part in range(1, num_parts)]
-        bounds = [first, *(cut * step for cut in cuts), last]
-        parts = [
-            (out[start - first : stop - first], start, (self._turn + part) % size)
-            for part, (start, stop) in enumerate(itertools.pairwise(bounds))
-            if stop > start
-        ]
-        self._turn += num_parts
-        for part, start, source in parts:
+        bounds = sorted({first, *(min(cut * step, last) for cut in cuts), last})
+        parts = [(*rows, (self._turn + part) % size) for part, rows in enumerate(itertools.pairwise(bounds))]
+        self._turn += len(parts)
+        for start, stop, source in parts:
             if source == rank:
-                self._read_on_host_(part, (start, *offsets[1:]), read_)
-        distributed.broadcast_parts_([(part, source) for part, _, source in parts], self._group)
+                self._attempt(fill_rows_, start, stop)
+        distributed.broadcast_parts_(
+            [(out[start - first : stop - first], source) for start, stop, source in parts for out in outs], self._group
+        )
 
-    def _read_on_host_(self, out: Tensor, offsets: Sequence[int], read_: ReadRegion) -> None:
-        """Fill a region on any device, in place, by a function that fills one in the host's memory."""
-        host = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
-        if self.attempt(lambda: read_(host, offsets)) and host is not out:
-            out.copy_(host)
-
-    def attempt(self, read: Callable[[], None]) -> bool:
-        """Read without the other ranks, unless an earlier read failed; False if it is not done."""
+    def _attempt(self, read: Callable[..., None], *args: object) -> None:
+        """Read without the other ranks, unless an earlier read failed."""
         if self.error is not None:
-            return False
+            return
         try:
-            read()
+            read(*args)
         except CheckpointError as error:
             if not self._defers_errors:
                 raise
             self.error = error
-            return False
-        return True
+
+
+def _read_on_host_(out: Tensor, offsets: Sequence[int], read_: ReadRegion) -> None:
+    """Fill a region on any device, in place, by a function that fills one in the host's memory."""
+    host = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
+    read_(host, offsets)
+    if host is not out:
+        out.copy_(host)
 
 
 @contextlib.contextmanager
@@ -172,6 +190,8 @@ def _reading_shared(targets: Sequence[Target], world: World | None) -> Iterator[
 
 def _describe_layout(tensor: Tensor | FrozenExperts) -> tuple[Hashable, Hashable]:
     """Return how a tensor is split over ranks, and which part this one reads."""
+    if isinstance(tensor, FrozenExperts):
+        tensor = tensor.parts[0]  # the others are sharded alike
     if not isinstance(tensor, DTensor) or is_nf4(tensor):
         return None, ()
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
@@ -224,7 +244,10 @@ def load_(model: CausalLM, target: Target, plan: WeightPlan, reader: TensorReade
     name, hf_name, tensor = target
     source, share = plan.sources[hf_name][0], share or Share()
     if isinstance(tensor, FrozenExperts):
-        share.attempt(lambda: tensor.load_(source, reader))
+        rows = rows_of_shard(tensor.parts[0])
+        if rows.start < rows.stop:
+            load_experts_ = functools.partial(tensor.load_, source, reader)
+            share.fill_(tensor.local_parts, rows.start, source.step_along(0), load_experts_)
         return
     group = model.architecture.row_group(name)
     step = math.lcm(group, source.step_along(0)) if source.shape else 1

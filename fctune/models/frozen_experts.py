@@ -65,6 +65,11 @@ class FrozenExperts(nn.Module, ABC):
         return [self.get_parameter(name) for name in self.part_names]
 
     @property
+    def local_parts(self) -> list[Tensor]:
+        """This rank's experts of the stored tensors, ``[own experts, ...]``."""
+        return [part.to_local() if isinstance(part, DTensor) else part for part in self.parts]
+
+    @property
     def num_weights(self) -> int:
         """Number of weights of all experts."""
         return math.prod(self.shape)
@@ -78,8 +83,14 @@ class FrozenExperts(nn.Module, ABC):
         """Return the function that dequantises the parts of some experts, as the weight is stored."""
 
     @abstractmethod
-    def load_(self, source: Source, reader: TensorReader) -> None:
-        """Read this rank's experts from a checkpoint, in place.
+    def load_(self, source: Source, reader: TensorReader, start: int, stop: int) -> None:
+        """Read some of this rank's experts from a checkpoint, in place.
+
+        Args:
+            source: The weight of all experts.
+            reader: Reader of the files.
+            start: Index of the first of them among all experts.
+            stop: Index after the last.
 
         Raises:
             CheckpointError: The checkpoint does not store them in this format, and they are not converted to it.
@@ -95,7 +106,7 @@ class FrozenExperts(nn.Module, ABC):
         Backward dequantises again, because the dequantised weights of all blocks would take the memory that fewer bits
         save. What torch.compile would keep is part of a checkpoint, as in ``nf4.multiply``.
         """
-        parts = [_to_local(part) for part in self.parts]
+        parts = self.local_parts
         if torch.compiler.is_compiling():
             factor = self._to_factor(checkpoint(self._make_unpack(x.dtype), *parts, use_reentrant=False))
             return multiply_groups(x, factor, ends)
@@ -112,7 +123,7 @@ class FrozenExperts(nn.Module, ABC):
     @torch.no_grad()
     def dequantized_weight(self) -> Tensor:
         """Return the weight in ``dtype``, stored and sharded as it was."""
-        first, parts = self.parts[0], [_to_local(part) for part in self.parts]
+        first, parts = self.parts[0], self.local_parts
         local = _unpack_in_chunks(self._make_unpack(self.dtype), self.shape[1:], *parts)
         if not isinstance(first, DTensor):
             return local
@@ -124,13 +135,13 @@ class FrozenExperts(nn.Module, ABC):
 class QuantizedExperts(FrozenExperts):
     """Experts that are quantised when they are loaded, one by one, whatever the checkpoint stores."""
 
-    def load_(self, source: Source, reader: TensorReader) -> None:
-        """Read and quantise this rank's experts; see ``FrozenExperts.load_``."""
-        rows = rows_of_shard(self.parts[0])
-        for index, expert in enumerate(range(rows.start, rows.stop)):
+    def load_(self, source: Source, reader: TensorReader, start: int, stop: int) -> None:
+        """Read and quantise experts; see ``FrozenExperts.load_``."""
+        first = rows_of_shard(self.parts[0]).start
+        for expert in range(start, stop):
             weight = torch.empty((1, *self.shape[1:]), dtype=source.dtype)
             source.read_(weight, (expert, 0, 0), reader)
-            self.quantize_(index, weight[0])
+            self.quantize_(expert - first, weight[0])
 
     @abstractmethod
     def quantize_(self, index: int, weight: Tensor) -> None:
@@ -155,7 +166,7 @@ class Float8Experts(QuantizedExperts):
     @torch.no_grad()
     def quantize_(self, index: int, weight: Tensor) -> None:
         """Round the weight of one expert; see ``QuantizedExperts.quantize_``."""
-        rounded, scales = (_to_local(part) for part in self.parts)
+        rounded, scales = self.local_parts
         weight = weight.to(rounded.device, self.dtype)
         found, scale = quantize_rows_to_float8(weight.t() if self.is_transposed else weight)
         rounded[index].copy_(found.t() if self.is_transposed else found)
@@ -164,7 +175,7 @@ class Float8Experts(QuantizedExperts):
     @torch.no_grad()
     def init_random_(self, generator: torch.Generator) -> None:
         """Draw numbers, all with the same scale; see ``FrozenExperts.init_random_``."""
-        rounded, scales = (_to_local(part) for part in self.parts)
+        rounded, scales = self.local_parts
         for expert in rounded:
             expert.copy_(torch.empty(expert.shape, device=expert.device).normal_(generator=generator))
         scales.fill_(0.02)
@@ -202,7 +213,7 @@ class Nf4Experts(QuantizedExperts):
         """Quantise the weight of one expert; see ``QuantizedExperts.quantize_``."""
         from fctune.models.nf4 import to_nf4
 
-        locals_ = [_to_local(part) for part in self.parts]
+        locals_ = self.local_parts
         flat = weight.to(locals_[0].device, self.dtype).flatten()
         made = to_nf4(pad(flat, (0, -len(flat) % NF4_BLOCK)))
         values = (made.quantized_data, made.quantized_scalers, made.quantization_factor, made.scaler_mean)
@@ -212,7 +223,7 @@ class Nf4Experts(QuantizedExperts):
     @torch.no_grad()
     def init_random_(self, generator: torch.Generator) -> None:
         """Draw codes, all with the same scale; see ``FrozenExperts.init_random_``."""
-        codes, scales, factors, means = (_to_local(part) for part in self.parts)
+        codes, scales, factors, means = self.local_parts
         codes.random_(0, 256, generator=generator)
         scales.zero_()
         factors.fill_(1.0)
@@ -246,12 +257,12 @@ class Mxfp4Experts(FrozenExperts):
         self.levels.copy_(torch.stack([levels.repeat(16), levels.repeat_interleave(16)], dim=1))
         self.powers.copy_(torch.pow(2.0, torch.arange(256) - _MXFP4_BIAS))
 
-    def load_(self, source: Source, reader: TensorReader) -> None:
-        """Copy the stored bytes of this rank's experts; see ``FrozenExperts.load_``."""
-        for part, header in zip(self.parts, self.check_stored(source).inputs, strict=True):
-            rows, local = rows_of_shard(part), _to_local(part)
-            if rows.start < rows.stop:
-                local.copy_(reader.read(header, (rows.start, *(0,) * (part.ndim - 1)), local.shape))
+    def load_(self, source: Source, reader: TensorReader, start: int, stop: int) -> None:
+        """Copy the stored bytes of experts; see ``FrozenExperts.load_``."""
+        first = rows_of_shard(self.parts[0]).start
+        for local, header in zip(self.local_parts, self.check_stored(source).inputs, strict=True):
+            part = local[start - first : stop - first]
+            part.copy_(reader.read(header, (start, *(0,) * (part.ndim - 1)), part.shape))
 
     def check_stored(self, source: Source) -> Dequantized:
         """Return a source that stores the weight in MXFP4.
@@ -274,7 +285,7 @@ class Mxfp4Experts(FrozenExperts):
     @torch.no_grad()
     def init_random_(self, generator: torch.Generator) -> None:
         """Draw codes, all with the same scale; see ``FrozenExperts.init_random_``."""
-        blocks, scales = (_to_local(part) for part in self.parts)
+        blocks, scales = self.local_parts
         blocks.random_(0, 256, generator=generator)
         scales.fill_(_MXFP4_BIAS - 7)
 
@@ -343,7 +354,3 @@ def _unpack_mxfp4(levels: Tensor, powers: Tensor, dtype: torch.dtype, blocks: Te
     """Return experts in MXFP4, ``[experts, in, out]``, as ``convert_moe_packed_tensors`` of transformers does."""
     values = levels[blocks.int()].flatten(-2) * powers[scales.int()][..., None]
     return values.to(dtype).flatten(2).transpose(1, 2)
-
-
-def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

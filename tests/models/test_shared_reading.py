@@ -23,12 +23,14 @@ from fctune.config.sections.parallel import ParallelConfig
 from fctune.models import base_weights
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
+from fctune.models.frozen_experts import iter_frozen_experts
+from fctune.models.frozen_linear import rows_of_shard
 from fctune.models.lora import apply_lora_, is_adapter
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.layout import Hardware, choose_parallel_layout
 from fctune.parallel.sharding import shard_
-from tests.models.expert_samples import save_base
+from tests.models.expert_samples import quantize_to_mxfp4, save_base
 from tests.ranks import run_ranks
 
 
@@ -65,7 +67,8 @@ class _CountingSlice:
 def build_on_rank(world: World, path: Path, parallel: dict[str, Any], base: str | None) -> CausalLM:
     model = build_model(read_architecture(path), 128, PrecisionPolicy.uniform(torch.bfloat16))
     if base is not None:
-        modules = ["q_proj", "v_proj", "down_proj"] if parallel["mode"] == "ddp" else ["q_proj"]
+        has_experts = any(block.experts for block in model.architecture.blocks)
+        modules = ["q_proj"] if has_experts or parallel["mode"] != "ddp" else ["q_proj", "v_proj", "down_proj"]
         apply_lora_(model, AdapterConfig(rank=2, base=base, modules=modules))  # type: ignore[arg-type]
     config = ParallelConfig(**parallel)
     hardware = Hardware("cpu", world.world_size, world.ranks_per_node)
@@ -164,6 +167,67 @@ def test_a_node_reads_each_tensor_once_and_loads_the_same_bytes(
     assert max(per_rank) <= 1.5 * sum(per_rank) / world_size  # all take part
 
 
+# How the base stores its experts, and what they are kept in.
+FROZEN_EXPERTS = [("qwen3_moe", "nf4"), ("qwen3_moe", "float8"), ("gpt_oss", "nf4"), ("gpt_oss", "float8")]
+FROZEN_EXPERTS += [("mxfp4", "mxfp4"), ("mxfp4", "nf4")]
+
+
+def load_experts(world: World, bases: dict[str, Path], parallel: dict[str, Any], num_nodes: int) -> list[Counter[str]]:
+    """Return the bytes that this rank reads by tensor, of each kind; experts must be those that one process loads."""
+    base_weights._MIN_PART_BYTES = 256  # so that few experts are split
+    world = replace(world, ranks_per_node=world.world_size // num_nodes)
+    found = []
+    for stored, base in FROZEN_EXPERTS:
+        path = bases[stored]
+        model, complete = build_on_rank(world, path, parallel, base), build_on_rank(world, path, {"mode": "ddp"}, base)
+        opener = CountingOpener()
+        load_base_(model, path, opener, world)
+        load_base_(complete, path)
+        expected = dict(iter_frozen_experts(complete))
+        for name, experts in iter_frozen_experts(model):
+            parts = zip(experts.parts, experts.local_parts, expected[name].parts, strict=True)
+            for part, local, full in parts:
+                own = full[rows_of_shard(part)]
+                assert torch.equal(local.view(torch.uint8), own.view(torch.uint8)), (stored, base, name)
+        found.append(opener.read)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expert_bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Bases with a tensor for each expert, for all experts, and for all in MXFP4; linears fit the blocks of NF4."""
+    folder = tmp_path_factory.mktemp("experts")
+    sizes = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4, "moe_intermediate_size": 96}
+    made = {family: save_base(family, folder / family, num_experts=6, **sizes) for family in ("qwen3_moe", "gpt_oss")}
+    return made | {"mxfp4": quantize_to_mxfp4(made["gpt_oss"], folder / "mxfp4")}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "num_nodes"),
+    [
+        ({"mode": "ddp"}, 2, 1),
+        ({"mode": "fsdp"}, 2, 1),
+        ({"mode": "fsdp", "expert": 2}, 2, 1),
+        pytest.param({"mode": "hsdp", "replicate": 2}, 4, 1, marks=pytest.mark.slow),
+        pytest.param({"mode": "fsdp", "expert": 2}, 4, 1, marks=pytest.mark.slow),
+        pytest.param({"mode": "fsdp", "expert": 2}, 4, 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_node_reads_quantized_experts_once_and_they_are_those_of_one_process(
+    parallel: dict[str, Any], world_size: int, num_nodes: int, expert_bases: dict[str, Path]
+) -> None:
+    ranks = run_ranks(load_experts, world_size, expert_bases, parallel, num_nodes)
+    for (stored, base), *read in zip(FROZEN_EXPERTS, *ranks, strict=True):
+        tensors = load_file(expert_bases[stored] / "model.safetensors")
+        experts = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+        assert experts
+        for name, tensor in experts.items():
+            assert sum(rank[name] for rank in read) == num_nodes * tensor.nbytes, (stored, base, name)
+        per_rank = [sum(rank[name] for name in experts) for rank in read]
+        assert max(per_rank) <= 1.5 * sum(per_rank) / world_size, (stored, base)  # all take part
+
+
 def count_nf4_shards(world: World, path: Path) -> int:
     model = build_on_rank(world, path, {"mode": "fsdp"}, "nf4")
     alone = build_on_rank(world, path, {"mode": "fsdp"}, "nf4")
@@ -241,15 +305,16 @@ def test_a_shard_that_one_rank_finds_damaged_ends_ranks_that_share_other_tensors
     assert "model.embed_tokens.weight holds NaN or infinity" in messages[0]
 
 
-def test_experts_that_one_rank_finds_damaged_end_ranks_that_share_other_tensors(tmp_path: Path) -> None:
-    # Ranks hold experts of their own, and share the 4-bit weights of linears, which are read after them.
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"], ids=["experts of their own", "the same experts"])
+def test_experts_that_one_rank_finds_damaged_end_ranks_that_share_other_tensors(mode: str, tmp_path: Path) -> None:
+    # Ranks also share the 4-bit weights of linears, which are read after the experts.
     sizes = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 96, "num_experts": 4}
     path = save_base("qwen3_moe", tmp_path, **sizes)
     tensors = load_file(path / "model.safetensors")
     damaged = "model.layers.0.mlp.experts.3.down_proj.weight"
     tensors[damaged][0, 0] = math.nan
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    messages = run_ranks(fail_on_one_rank, 2, path, "fsdp", "nf4", timeout_s=120)
+    messages = run_ranks(fail_on_one_rank, 2, path, mode, "nf4", timeout_s=120)
     assert len(set(messages)) == 1
     assert f"{damaged} holds NaN or infinity" in messages[0]
 

@@ -215,7 +215,7 @@ def estimate_run(
         step_s = time.total_s
     rates = request.disk_gb_s, request.failures_per_gpu_day
     storage = plan_storage(memory, config, gpus, search.rows, *rates, setting.shard, num_steps, step_s)
-    startup = _estimate_startup(search, request, nodes, setting.replicate, storage.base_bytes)
+    startup = _estimate_startup(search, request, setting, nodes, storage.base_bytes)
     num_gpus, training_hours = gpus + server_gpus, storage.hours(num_steps, step_s)
     cost = None
     if training_hours is not None and request.price is not None:
@@ -229,19 +229,30 @@ def estimate_run(
 
 
 def _estimate_startup(
-    search: LayoutSearch, request: PlanRequest, nodes: int, replicas: int, base_bytes: int
+    search: LayoutSearch, request: PlanRequest, setting: Setting, nodes: int, base_bytes: int
 ) -> Startup:
     """Estimate the time before the first step on new nodes; a base or data that are there already cost nothing."""
     config, rows = search.config, search.rows
     to_prepare = 0 if rows is None or rows.is_prepared else rows.tokens
     num_kinds = len(set(search.architecture.blocks))  # each of which is compiled
-    copies = max(1, min(nodes, replicas))  # each node reads every weight that its GPUs hold
     return Startup(
         image_s=IMAGE_GB / request.download_gb_s,
         download_s=base_bytes / (request.download_gb_s * 1e9) if config.model.path.startswith("hf:") else 0.0,
         prepare_s=to_prepare / PREPARED_TOKENS_S,
-        load_s=copies * base_bytes / (request.disk_gb_s * 1e9),
+        load_s=_count_read_bytes(search, setting, nodes, base_bytes) / (request.disk_gb_s * 1e9),
         setup_s=SETUP_S,
         compile_s=COMPILE_S * num_kinds if config.compile else 0.0,
         given_s=None if request.startup_min is None else 60 * request.startup_min,
     )
+
+
+def _count_read_bytes(search: LayoutSearch, setting: Setting, nodes: int, base_bytes: int) -> int:
+    """Count the bytes of the base that all nodes read: each, once, what its GPUs hold, and all 4-bit linears."""
+    copies = min(nodes, setting.replicate)
+    read = copies * base_bytes
+    read += (nodes - copies) * _WIDTH * sum(t.numel for t in search.memory.all.tensors if t.is_nf4)
+    if setting.expert > 1:
+        experts = (expert for block in search.architecture.blocks for expert in block.experts)
+        spread = sum(expert.num_experts * expert.in_dim * expert.out_dim for expert in experts)
+        read += (min(nodes, setting.world_size // setting.expert) - copies) * _WIDTH * spread
+    return read

@@ -207,16 +207,15 @@ def _describe_schedule(plan: Plan, num_steps: int) -> str:
 
 
 def _describe_startup(plan: Plan) -> str:
-    startup, request, setting = plan.estimate.startup, plan.request, plan.setting
+    startup, request = plan.estimate.startup, plan.request
     if startup.given_s is not None:
         return f"start-up: {_hours(startup.given_s / 3600)} (--startup-min)"
     hub, disk = f"{request.download_gb_s:g} GB/s (--download-gb-s)", f"{request.disk_gb_s:g} GB/s (--disk-gb-s)"
-    copies = format_count(max(1, min(request.nodes, setting.replicate)), "node")
     parts = {
         f"image of {IMAGE_GB:g} GB (assumed) at {hub}": startup.image_s,
         "the base from the hub at the same rate": startup.download_s,
         f"preparation at {PREPARED_TOKENS_S:,} tokens/s (assumed for 16 cores)": startup.prepare_s,
-        f"reading the base on {copies} at {disk}": startup.load_s,
+        f"reading {startup.load_s * request.disk_gb_s:,.1f} GB of the base at {disk}": startup.load_s,
         "set-up": startup.setup_s,
         "compilation, both measured on an H100": startup.compile_s,
     }

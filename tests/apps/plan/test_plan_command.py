@@ -85,6 +85,25 @@ def test_hours_and_cost_include_the_startup_by_part(capsys: pytest.CaptureFixtur
     assert "image of 8 GB (assumed) at 0.25 GB/s (--download-gb-s); " in text
 
 
+@pytest.mark.parametrize(
+    ("config", "overrides", "num_shared"),
+    [
+        ("llama3_1_8b_lora", (), 0),
+        # To shard 4-bit linears, a node needs all of them: of attention, and of MLPs.
+        ("llama3_1_8b_lora", ("adapter.base=nf4",), 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14_336)),
+        # A node of eight GPUs holds all experts if eight ranks do, and a half of them if sixteen do.
+        ("qwen3_30b_a3b_lora", ("parallel.expert=8",), 48 * 128 * 3 * 2048 * 768),
+        ("qwen3_30b_a3b_lora", ("parallel.expert=16",), 0),
+    ],
+)
+def test_two_nodes_with_shards_of_the_base_both_read_what_both_hold(
+    config: str, overrides: tuple[str, ...], num_shared: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(ROOT / "configs" / f"{config}.yaml")
+    plan = json.loads(run(capsys, "--config", path, "--nodes", "2", "--json", "parallel.mode=fsdp", *overrides)[1])
+    assert plan["startup"]["load_s"] == pytest.approx((plan["storage"]["base_bytes"] + 2 * num_shared) / 1e9)
+
+
 def test_traffic_is_priced_by_the_exports_size_or_as_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prices = tmp_path / "prices.yaml"
     prices.write_text("egress_gib: 0.5\n")
