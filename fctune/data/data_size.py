@@ -75,11 +75,15 @@ def measure_data(
     return None if found is None else _count_prepared(config, *found, world_size)
 
 
-def count_steps(config: RunConfig, packs: int, rows: int) -> int:
-    """Return the optimizer steps of a run without its own answers whose training split has so many packs and rows."""
+def count_steps(config: RunConfig, packs: int, rows: int | None = None) -> int:
+    """Return the optimizer steps of a run without its own answers whose training split has so many packs.
+
+    A distillation counts rows instead, and needs them.
+    """
     if config.distill is None:
         steps = config.epochs * math.ceil(packs / config.global_batch_size)
-    else:  # each row has a place of its own
+    else:
+        assert rows is not None
         steps = config.epochs * math.ceil(rows / config.distill.rows_per_step)
     return steps if config.max_steps is None else min(steps, config.max_steps)
 

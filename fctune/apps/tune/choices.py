@@ -293,7 +293,7 @@ def size_config(
     if prepared is None:
         steps, about = math.ceil(total / (batch * config.data.row_tokens)), "about "
     else:
-        steps, about = count_steps(replace(config, global_batch_size=batch), prepared.packs, prepared.rows), ""
+        steps, about = count_steps(replace(config, global_batch_size=batch), prepared.packs), ""
     draft.choose("global_batch_size", batch, f"packs of seq_len tokens; {about}{format_count(steps, 'step')}")
     steps = math.ceil(total / _count_step_tokens(draft.parse()))
     steps = min(steps, config.max_steps or steps)
