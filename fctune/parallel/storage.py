@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fctune.config.intervals import AUTO, parse_interval, parse_interval_or_auto
 from fctune.config.schema import RunConfig
 from fctune.data.data_size import DataSize
+from fctune.models.architecture import Architecture
 from fctune.parallel.memory import MemoryModel, optimizer_state_bytes
 
 HOST_GB_S = 25  # rate of a GPU's copies to pinned memory over PCIe while all GPUs of the node copy
@@ -16,6 +17,11 @@ KERNEL_CACHE_BYTES = 5 * 2**30  # kernels compiled by Triton and Inductor during
 
 # Above this share of time lost to saves and failures, the first-order estimate is only a lower bound.
 MAX_LOST_SHARE = 0.9
+
+_WIDTH = 2  # bytes of a weight of a base and of an export, in bfloat16
+
+# Bytes of a weight in MXFP4: four bits, and a byte for the scale of 32 (OCP Microscaling Formats, 1.0).
+_MXFP4_WIDTH = 17 / 32
 
 # Bytes per token in the prepared set: an int32 token id and a one-byte code.
 _PREPARED_BYTES = 5
@@ -27,7 +33,7 @@ class Storage:
 
     checkpoint_bytes: int  # one checkpoint, sharded or elastic: trained parameters and optimizer state
     checkpoints_bytes: int  # all kept checkpoints and those being written
-    base_bytes: int
+    base_bytes: int  # files of the base
     export_bytes: int
     prepared_bytes: int | None
     save_s: float  # time to write one checkpoint to the shared disk
@@ -78,7 +84,7 @@ def plan_storage(
     trained = [t for t in memory.all.tensors if t.is_trained]
     weights = sum(t.num_bytes for t in trained)
     size = weights + sum(optimizer_state_bytes(config.optimizer, t.numel, t.itemsize) for t in trained)
-    base = 2 * memory.num_base_weights
+    base = _WIDTH * memory.num_base_weights
     adapters = sum(t.num_bytes for t in memory.all.tensors if t.is_adapter)
     save_s = size / (disk_gb_s * 1e9)
     stall_s = size / num_shards / (HOST_GB_S * 1e9) if config.checkpoint.async_save else save_s
@@ -90,7 +96,7 @@ def plan_storage(
     return Storage(
         checkpoint_bytes=size,
         checkpoints_bytes=_max_checkpoints(config, num_steps, step_s, interval) * size,
-        base_bytes=base,
+        base_bytes=base - _WIDTH * count_expert_weights(memory.architecture) + count_expert_bytes(memory.architecture),
         export_bytes=base + adapters,
         prepared_bytes=None if rows is None else _PREPARED_BYTES * rows.tokens,
         save_s=save_s,
@@ -99,6 +105,17 @@ def plan_storage(
         best_interval_s=interval,
         lost_share=lost,
     )
+
+
+def count_expert_weights(architecture: Architecture) -> int:
+    """Count the weights of all experts of all blocks."""
+    experts = (expert for block in architecture.blocks for expert in block.experts)
+    return sum(expert.num_experts * expert.in_dim * expert.out_dim for expert in experts)
+
+
+def count_expert_bytes(architecture: Architecture) -> int:
+    """Count the bytes of the experts' weights in the files of the base."""
+    return int(count_expert_weights(architecture) * (_MXFP4_WIDTH if architecture.stores_mxfp4 else _WIDTH))
 
 
 def _max_checkpoints(

@@ -18,7 +18,7 @@ from fctune.models.architecture import Architecture
 from fctune.parallel.memory import Peak, Setting
 from fctune.parallel.search import LayoutSearch
 from fctune.parallel.speed import StepTime
-from fctune.parallel.storage import Storage, plan_storage
+from fctune.parallel.storage import Storage, count_expert_bytes, plan_storage
 from fctune.runs.prices import CURRENCY, Cost, Prices, compute_cost
 
 # Gigabytes of the image, or of the packages, that a new node downloads; torch's CUDA wheels are most of it. An
@@ -252,7 +252,6 @@ def _count_read_bytes(search: LayoutSearch, setting: Setting, nodes: int, base_b
     read = copies * base_bytes
     read += (nodes - copies) * _WIDTH * sum(t.numel for t in search.memory.all.tensors if t.is_nf4)
     if setting.expert > 1:
-        experts = (expert for block in search.architecture.blocks for expert in block.experts)
-        spread = sum(expert.num_experts * expert.in_dim * expert.out_dim for expert in experts)
-        read += (min(nodes, setting.world_size // setting.expert) - copies) * _WIDTH * spread
+        holders = min(nodes, setting.world_size // setting.expert)
+        read += (holders - copies) * count_expert_bytes(search.architecture)
     return read

@@ -104,6 +104,18 @@ def test_two_nodes_with_shards_of_the_base_both_read_what_both_hold(
     assert plan["startup"]["load_s"] == pytest.approx((plan["storage"]["base_bytes"] + 2 * num_shared) / 1e9)
 
 
+@pytest.mark.parametrize(("size", "gigabytes"), [("20b", 13.8), ("120b", 65.2)])
+def test_experts_stored_in_mxfp4_are_downloaded_as_such_and_exported_in_bfloat16(
+    size: str, gigabytes: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sizes are those of the published repositories."""
+    storage = json.loads(run(capsys, "--config", str(ROOT / "configs" / f"gpt_oss_{size}_lora.yaml"), "--json")[1])[
+        "storage"
+    ]
+    assert storage["base_bytes"] / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    assert storage["export_bytes"] > 2 * {"20b": 20.9e9, "120b": 116.8e9}[size]
+
+
 def test_traffic_is_priced_by_the_exports_size_or_as_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prices = tmp_path / "prices.yaml"
     prices.write_text("egress_gib: 0.5\n")
