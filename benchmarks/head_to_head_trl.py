@@ -34,7 +34,7 @@ _DEFAULT_BATCH = 8  # rows of a step in SFTConfig
 
 @dataclass(frozen=True)
 class TrlJob:
-    """What one training by TRL starts from, and where it writes.
+    """Inputs and output directory of one training by TRL.
 
     Attributes:
         model_dir: The base.

@@ -85,6 +85,11 @@ class ExpertShape:
     num_chosen: int  # experts that compute each token
 
     @property
+    def num_weights(self) -> int:
+        """Weights of all experts."""
+        return self.num_experts * self.in_dim * self.out_dim
+
+    @property
     def num_active_weights(self) -> int:
         """Weights that each token is multiplied by."""
         return self.num_chosen * self.in_dim * self.out_dim
@@ -113,6 +118,11 @@ class Block:
     def without_mlps(self) -> Block:
         """The block without the branches that can be computed in tiles."""
         return replace(self, branches=tuple(branch for branch in self.branches if not branch.is_mlp))
+
+    @property
+    def num_expert_weights(self) -> int:
+        """Weights of all experts."""
+        return sum(expert.num_weights for expert in self.experts)
 
     @property
     def num_active_weights(self) -> int:
@@ -312,5 +322,5 @@ def count_weights(architecture: Architecture) -> int:
     blocks = 0
     for block in architecture.blocks:
         blocks += sum(linear.in_dim * linear.out_dim for linear in block.linears)
-        blocks += sum(expert.num_experts * expert.in_dim * expert.out_dim for expert in block.experts)
+        blocks += block.num_expert_weights
     return blocks + (1 if architecture.is_tied else 2) * architecture.vocab_size * architecture.embed_dim

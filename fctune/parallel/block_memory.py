@@ -146,7 +146,7 @@ def count_dequantization(block: Block, config: RunConfig, width: int) -> tuple[i
     per_token = (largest.in_dim + largest.out_dim) * width
     if adapter is not None and adapter.base != "bf16" and block.experts:
         # One weight of all experts, and what the rows of a product read and write.
-        sizes = [(e.num_experts * e.in_dim * e.out_dim, e.num_chosen * (e.in_dim + e.out_dim)) for e in block.experts]
+        sizes = [(e.num_weights, e.num_chosen * (e.in_dim + e.out_dim)) for e in block.experts]
         most, rows = max(sizes)
         most //= config.parallel.expert_ranks
         part = min(most, EXPERT_CHUNK) if not config.compile else 0

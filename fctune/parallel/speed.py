@@ -329,7 +329,7 @@ def count_precision_bytes(memory: MemoryModel, micro_batch_tokens: float, fracti
     weights = sum(linear.in_dim * linear.out_dim for linear in linears)
     moved = 0.0
     if adapter is not None and adapter.base != "bf16":
-        experts = sum(e.num_experts * e.in_dim * e.out_dim for block in a.blocks for e in block.experts)
+        experts = sum(block.num_expert_weights for block in a.blocks)
         experts //= memory.config.parallel.expert_ranks  # what the rank holds
         dequantized = experts + (weights if adapter.base == "nf4" else 0)
         stored = 1 if adapter.base == "float8" else NF4_BYTES_PER_WEIGHT

@@ -84,7 +84,7 @@ def plan_storage(
     trained = [t for t in memory.all.tensors if t.is_trained]
     weights = sum(t.num_bytes for t in trained)
     size = weights + sum(optimizer_state_bytes(config.optimizer, t.numel, t.itemsize) for t in trained)
-    base = _WIDTH * memory.num_base_weights
+    experts = sum(block.num_expert_weights for block in memory.architecture.blocks)
     adapters = sum(t.num_bytes for t in memory.all.tensors if t.is_adapter)
     save_s = size / (disk_gb_s * 1e9)
     stall_s = size / num_shards / (HOST_GB_S * 1e9) if config.checkpoint.async_save else save_s
@@ -96,8 +96,8 @@ def plan_storage(
     return Storage(
         checkpoint_bytes=size,
         checkpoints_bytes=_max_checkpoints(config, num_steps, step_s, interval) * size,
-        base_bytes=base - _WIDTH * count_expert_weights(memory.architecture) + count_expert_bytes(memory.architecture),
-        export_bytes=base + adapters,
+        base_bytes=_WIDTH * (memory.num_base_weights - experts) + count_expert_bytes(memory.architecture),
+        export_bytes=_WIDTH * memory.num_base_weights + adapters,
         prepared_bytes=None if rows is None else _PREPARED_BYTES * rows.tokens,
         save_s=save_s,
         stall_s=stall_s,
@@ -107,15 +107,10 @@ def plan_storage(
     )
 
 
-def count_expert_weights(architecture: Architecture) -> int:
-    """Count the weights of all experts of all blocks."""
-    experts = (expert for block in architecture.blocks for expert in block.experts)
-    return sum(expert.num_experts * expert.in_dim * expert.out_dim for expert in experts)
-
-
 def count_expert_bytes(architecture: Architecture) -> int:
     """Count the bytes of the experts' weights in the files of the base."""
-    return int(count_expert_weights(architecture) * (_MXFP4_WIDTH if architecture.stores_mxfp4 else _WIDTH))
+    weights = sum(block.num_expert_weights for block in architecture.blocks)
+    return int(weights * (_MXFP4_WIDTH if architecture.stores_mxfp4 else _WIDTH))
 
 
 def _max_checkpoints(

@@ -68,7 +68,7 @@ _USER = """\
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What a judge said of an answer.
+    """Score of an answer by a judge, or the reason why it has none.
 
     Attributes:
         score: From 0 to 1; None if it gave none.

@@ -29,7 +29,7 @@ GIVEN = ("base_url", "model", "task_file", "episode_dir")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerConfig:
-    """What scores an episode: exactly one of a command and an endpoint.
+    """Scorer of episodes: a command or an endpoint, exactly one of the two.
 
     Attributes:
         command: Gets the episode as JSON on its input; the last line of its output is a score from 0 to 1, or an object

@@ -188,7 +188,7 @@ class McpTask(Task):
 
     @property
     def questions(self) -> Sequence[Message]:
-        """The task's question."""
+        """The question from the file of tasks, as the only message."""
         return (Message("user", self._spec.question),)
 
     @property
