@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.real_measuring import NAMES
 from benchmarks.real_rows import Mixture
-from benchmarks.real_server import DEFAULT_OPTIONS, wait_until_free
+from benchmarks.real_server import DEFAULT_OPTIONS, IS_SLOW_IN_BF16, wait_until_free
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.cli.parser import report_interrupt
 from fctune.cli.serve import require_vllm
@@ -112,6 +112,9 @@ def _apply_settings(arguments: argparse.Namespace, model_dir: Path) -> None:
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     settings = SETTINGS.get((raw.get("model_type"), raw.get("hidden_size")), _GEMMA)
     arguments.config = arguments.config or _ROOT / "configs" / f"{settings.config}.yaml"
+    if IS_SLOW_IN_BF16 and not any(key.startswith("precision=") for key in arguments.overrides):
+        print("precision=fp32: this processor has no instructions for bfloat16", flush=True)
+        arguments.overrides = ["precision=fp32", *arguments.overrides]
     arguments.limit = settings.limit if arguments.limit is None else arguments.limit
     if "mixture" in arguments:
         arguments.mixture = [*(f"{kind}={count}" for kind, count in settings.mixture.items()), *arguments.mixture]

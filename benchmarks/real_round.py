@@ -209,10 +209,10 @@ def run(arguments: argparse.Namespace) -> str:
     """
     if arguments.grpo_steps < 1:
         raise ConfigError(f"--grpo-steps {arguments.grpo_steps}: expected 1 or more.")
-    given = arguments.overrides
-    arguments.overrides = [override for override in given if override.partition(":")[0] not in METHODS]
+    of_methods = [override for override in arguments.overrides if override.partition(":")[0] in METHODS]
+    arguments.overrides = [override for override in arguments.overrides if override not in of_methods]
     check_inputs(arguments)  # which reads the config that the model was trained with
-    arguments.overrides = given
+    arguments.overrides += of_methods
     start = arguments.trained.resolve() / "run" / "export" / "merged"
     if not (start / "config.json").is_file():
         raise ConfigError(f"--trained {arguments.trained}: no trained model. Run benchmarks.real_model there first.")

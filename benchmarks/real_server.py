@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from fctune.base.errors import ConfigError
 from fctune.base.launcher_watch import stop_with_parent
@@ -23,8 +24,12 @@ from fctune.calls.server_parsers import write_server_parsers
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.template_args import TEMPLATE_ARGS_FILE, write_template_args
+from fctune.models.precision import is_emulated
 
-DEFAULT_OPTIONS = "--enforce-eager --dtype bfloat16 --max-model-len 6144 --max-num-seqs 32 --host 127.0.0.1"
+# Without instructions for bfloat16, an hour of training and measuring would be most of a day.
+IS_SLOW_IN_BF16 = not torch.cuda.is_available() and is_emulated(torch.bfloat16)
+_DTYPE = "float32" if IS_SLOW_IN_BF16 else "bfloat16"
+DEFAULT_OPTIONS = f"--enforce-eager --dtype {_DTYPE} --max-model-len 6144 --max-num-seqs 32 --host 127.0.0.1"
 # BFCL's dialogues describe up to forty functions, and grow with each result.
 LONG_OPTIONS = DEFAULT_OPTIONS.replace("--max-model-len 6144", "--max-model-len 16384")
 # vLLM 0.32 on a CPU dies of a part of a prompt whose request has a seed ("does not use offset"), as samples have.

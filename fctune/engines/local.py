@@ -20,6 +20,7 @@ from fctune.engines.decoding import AnswerDecoder, find_stop_ids
 from fctune.engines.engine import Answer, AnswerTokens, ChoiceScore, Prompt, Sampling
 from fctune.engines.model_files import ModelFiles
 from fctune.models.hub import digest_model
+from fctune.models.precision import is_emulated
 from fctune.runs.device import total_memory
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class LocalEngine:
         self.version = 0
         self.stop_ids: frozenset[int] = frozenset()
         if model is not None or loads_model:
-            self.publish(_load_model(self.model_dir, self.adapter_dir) if model is None else model, 0)
+            self.publish(_load_model(self.model_dir, self.adapter_dir, self.device) if model is None else model, 0)
 
     def publish(self, policy: Any, version: int) -> None:
         """Generate with this transformers model from now on."""
@@ -340,7 +341,8 @@ class ChosenLogprobs:
         self._chosen.append(logprobs.gather(1, chosen[:, None]).squeeze(1))
 
 
-def _load_model(model_dir: Path, adapter_dir: Path | None) -> Any:
+def _load_model(model_dir: Path, adapter_dir: Path | None, device: torch.device) -> Any:
+    """Load a model in the dtype it is stored in, or in float32 where the processor only emulates that one."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -357,4 +359,8 @@ def _load_model(model_dir: Path, adapter_dir: Path | None) -> Any:
         raise CheckpointError(
             f"{where}: cannot be loaded ({type(error).__name__}: {reason}). Download or export it again."
         ) from None
+    if device.type == "cpu" and is_emulated(model.dtype):
+        num_bytes = 4 * sum(weight.numel() for weight in model.parameters())
+        if num_bytes < total_memory(device, 1) / 2:  # a larger one answers slowly rather than not at all
+            model = model.float()
     return model.eval()

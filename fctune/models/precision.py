@@ -57,6 +57,20 @@ def choose_precision(precision: Precision | None, has_adapter: bool, device_type
     return PrecisionPolicy(_UNMIXED_DTYPES[precision], _UNMIXED_DTYPES[precision], precision == "float8")
 
 
+def is_emulated(dtype: torch.dtype) -> bool:
+    """Return True if this processor has no instructions for matrix products in a 16-bit dtype, unlike for float32.
+
+    torch then computes them several times slower than in float32. On x86, oneDNN needs AVX-512 or conversions beyond
+    AVX2, which laptops and many servers lack. False where torch has no oneDNN and cannot tell.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    onednn = torch.ops.mkldnn
+    if dtype is torch.bfloat16:
+        return not onednn._is_mkldnn_bf16_supported()
+    return dtype is torch.float16 and not onednn._is_mkldnn_fp16_supported()
+
+
 def check_device(precision: PrecisionPolicy, base: str, capability: tuple[int, int] | None, device_name: str) -> None:
     """Check that the device has matrix products in the dtypes of the run.
 

@@ -54,7 +54,7 @@ from fctune.models.lora import apply_lora_, count_parameters, describe_adapters,
 from fctune.models.loss import chunk_rows
 from fctune.models.packing_proof import prove_packing
 from fctune.models.planned_model import shape_teacher
-from fctune.models.precision import check_device, choose_precision
+from fctune.models.precision import check_device, choose_precision, is_emulated
 from fctune.models.sources import build_model, read_architecture
 from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
 from fctune.models.token_rows import train_tokens_
@@ -242,6 +242,12 @@ def build_base(config: RunConfig, model_dir: Path, world: World) -> CausalLM:
         use_float8_matmuls_(model, is_emulated=device.type == "cpu")
         if not config.compile and world.is_main:
             logger.warning("precision=%s without compile=true is slower than bfloat16", config.precision)
+    if device.type == "cpu" and is_emulated(precision.compute_dtype) and world.is_main:
+        logger.warning(
+            "precision=%s: this processor has no instructions for bfloat16, which takes several times as long as "
+            "float32; unless memory is short, set precision=fp32",
+            config.precision,
+        )
     logger.info("attention: %s", attention)
     if model.attention_warning is not None and world.is_main:
         logger.warning("attention: %s", model.attention_warning)

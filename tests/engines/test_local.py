@@ -16,6 +16,7 @@ from fctune.base.errors import ConfigError, DataError
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.conversation import Conversation, Message
 from fctune.data.synthetic import iter_cases
+from fctune.engines import local
 from fctune.engines.engine import Prompt, Sampling, make_prompts
 from fctune.engines.local import GumbelNoise, LocalEngine
 from fctune.engines.model_files import find_model
@@ -35,6 +36,23 @@ def texts(engine: LocalEngine, prompts: list[Conversation], max_new_tokens: int 
 def test_batched_answers_equal_those_one_at_a_time(tiny_base: Path, prompts: list[Conversation]) -> None:
     together = texts(LocalEngine(tiny_base, batch_size=6), prompts, 24)
     assert together == texts(LocalEngine(tiny_base, batch_size=1), prompts, 24)
+
+
+def test_a_dtype_that_is_emulated_is_read_as_float32_where_memory_permits(
+    tiny_base: Path, prompts: list[Conversation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for name, dtype in (("half", torch.bfloat16), ("same", torch.float32)):
+        shutil.copytree(tiny_base, tmp_path / name)
+        rounded = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.bfloat16)
+        rounded.to(dtype).save_pretrained(tmp_path / name)
+    monkeypatch.setattr(local, "is_emulated", lambda dtype: dtype is torch.bfloat16)
+    engine = LocalEngine(tmp_path / "half")
+    assert engine.model.dtype is torch.float32
+    assert texts(engine, prompts) == texts(LocalEngine(tmp_path / "same"), prompts)
+    monkeypatch.setattr(local, "total_memory", lambda device, ranks: 1_000_000)
+    assert LocalEngine(tmp_path / "half").model.dtype is torch.bfloat16
 
 
 def test_an_answer_is_the_greedy_continuation_of_the_prompt(tiny_base: Path) -> None:
