@@ -3,10 +3,11 @@
     python -m benchmarks.head_to_head --model DIR --rows DIR [--tokens N] [--limit N] [--vllm PYTHON] [--defaults]
         [--out DIR] [key=value ...]
 
---rows is the data directory of ``make real``. Both tools train its first N tokens with the config of ``make real``:
-the same adapter, optimizer, schedule and precision, packs of the same length, and as many of them a step. TRL gets the
-rows as it renders them rightly (``benchmarks.peer_rows`` compares): arguments as objects, read by ``load_dataset``, its
-training template, ``assistant_only_loss``; it packs where no conversation attends to another, which is tried.
+--rows is the data directory of ``make real``. Both tools train the first N tokens of its rows that fit into a pack,
+with the config of ``make real``: the same adapter, optimizer, schedule and precision, packs of the same length, and as
+many of them a step. TRL gets the rows as it renders them rightly (``benchmarks.peer_rows`` compares): arguments as
+objects, read by ``load_dataset``, its training template, ``assistant_only_loss``; it packs where no conversation
+attends to another, which is tried.
 
 Each tool trains a quarter of the tokens with each of three learning rates, of which the best by mean accuracy on the
 validation share trains all tokens with several seeds. One judge measures all results as merged models, in process or
@@ -120,14 +121,20 @@ def write_rows(arguments: argparse.Namespace, model_dir: Path) -> dict[str, Any]
     for conversation in read_source(str(arguments.rows / "train.jsonl")):
         if not isinstance(conversation, Conversation):
             continue
+        samples = encoder.encode(conversation)
+        if any(len(sample.tokens) > seq_len for sample in samples):  # fctune would leave it out, and TRL cut it
+            continue
         rows.append(conversation.to_openai())
-        lengths.append(sum(len(sample.tokens) for sample in encoder.encode(conversation)))
+        lengths.append(sum(len(sample.tokens) for sample in samples))
         for size in [name for name, tokens in sizes.items() if name not in found and sum(lengths) >= tokens]:
             for form in ("objects", "strings"):
                 text = "".join(json.dumps(to_form(row, form)) + "\n" for row in rows)
                 write_atomically(arguments.out / "rows" / f"{size}_{form}.jsonl", text)
-            longer = {f"longer_than_{limit}": sum(n > limit for n in lengths) for limit in (1024, seq_len)}
-            found[size] = {"rows": len(rows), "tokens": sum(lengths), **longer}
+            found[size] = {
+                "rows": len(rows),
+                "tokens": sum(lengths),
+                "longer_than_1024": sum(n > 1024 for n in lengths),
+            }
         if len(found) == len(sizes):
             return found
     raise DataError(f"--tokens {arguments.tokens}: {arguments.rows / 'train.jsonl'} has only {sum(lengths):,}.")

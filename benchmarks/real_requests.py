@@ -75,9 +75,30 @@ def take_tools_away(
     question = next(message for message in conversation.messages if message.role == "user")
     called = list_called(conversation)
     tools = pool.draw_others(called, question.content or "", rng.choice(nums_others), rng, taken=conversation.tools)
-    request = Conversation((question,), tuple(tools), f"no_call:{conversation.source}")
-    answer = Message("assistant", word_refusal(request.tools, called, rng))
-    return replace(request, messages=(question, answer))
+    return _refuse(question, tools, called, f"no_call:{conversation.source}", rng)
+
+
+def leave_other_tools(conversation: Conversation, pool: ToolPool, rng: random.Random) -> Conversation | None:
+    """Return the question with the tools that its row offers and does not call; None if there is none of another kind.
+
+    Args:
+        conversation: A question and calls.
+        pool: Tools that tell which are alike.
+        rng: Random generator of the wording.
+    """
+    called = list_called(conversation)
+    others = [tool for tool in conversation.tools if tool not in called]
+    tools = [tool for tool in others if not any(pool.are_alike(tool, needed) for needed in called)]
+    if not called or not tools:
+        return None
+    return _refuse(conversation.messages[0], tools, called, f"near_miss:{conversation.source}", rng)
+
+
+def _refuse(
+    question: Message, tools: Sequence[Tool], missing: Sequence[Tool], source: str, rng: random.Random
+) -> Conversation:
+    answer = Message("assistant", word_refusal(tools, missing, rng))
+    return Conversation((question, answer), tuple(tools), source)
 
 
 def describe_request(pool: ToolPool, rng: random.Random, tools: Sequence[Tool] = ()) -> Conversation:

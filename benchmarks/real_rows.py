@@ -8,6 +8,7 @@ while mixing, and the result is checked.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 from collections import Counter
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.real_requests import (
+    leave_other_tools,
     list_called,
     rename_tools,
     take_tools_away,
@@ -47,6 +49,8 @@ class Mixture:
         no_call: Questions whose tools were taken away.
         twins: Pairs of such a question and one that needs a tool of those on offer, so that neither refusing nor
             calling is right for a set of tools.
+        near_misses: Questions of ``public`` without the tools that they call, but with the others of their row; the
+            rows with all of their tools are in ``public``.
         described: Requests written from the description of a tool.
         parallel: Requests for several calls of one tool.
         listed: The same requests where the tool takes a list of values in one call.
@@ -65,6 +69,7 @@ class Mixture:
     glaive: int = 30
     no_call: int = 210
     twins: int = 0
+    near_misses: int = 0
     described: int = 0
     parallel: int = 80
     listed: int = 80
@@ -166,6 +171,9 @@ def mix_rows(
     rows = [row for count, make in kinds for row in _draw_allowed(count, make, mixture.renamed_share, rng, is_allowed)]
     rows += [row for row in glaive if is_allowed(row)][: mixture.glaive]
     rows += public
+    if mixture.near_misses:
+        near = (leave_other_tools(row, pool, rng) for row in rng.sample(public, len(public)))
+        rows += itertools.islice(filter(None, near), mixture.near_misses)
     rows += [row for row in guided if is_allowed(row)][: mixture.guided]
     if mixture.synthetic:
         # Three times as many are read, since those with tools of the benchmark are left out.

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,24 @@ def test_a_row_without_its_tools_calls_nothing_and_offers_none_of_them(rows: lis
         assert not called & {tool.name for tool in made.tools}
         assert not any(message.calls for message in made.messages)
     assert len(answers) > len(rows) / 2
+
+
+def test_a_near_miss_offers_what_its_row_offers_except_the_tools_that_can_do_it(rows: list[Conversation]) -> None:
+    like_the_called = make_tool(0)
+    search = Tool({**like_the_called.function, "name": "search_again"})
+    rows = [replace(rows[0], tools=(*rows[0].tools, search)), *rows[1:]]
+    rows.append(replace(alone := make_row([500]), tools=alone.tools[:1]))
+    only_near = Mixture(**dict.fromkeys(MADE_KINDS, 0) | {"public": len(rows), "near_misses": len(rows)})
+    made = mix_rows([], [], only_near, lambda row: True, public=rows)
+    by_question: dict[str, list[Conversation]] = {}
+    for row in made:
+        by_question.setdefault(row.messages[0].content or "", []).append(row)
+    refused = [row for row in made if not row.messages[-1].calls]
+    assert len(refused) == len(rows) - 1  # the last offers nothing else
+    for row in refused:
+        twin = next(one for one in by_question[row.messages[0].content or ""] if one.messages[-1].calls)
+        called = {call.name for call in twin.messages[-1].calls}
+        assert {tool.name for tool in row.tools} == {tool.name for tool in twin.tools} - called - {"search_again"}
 
 
 def test_each_question_without_a_call_has_a_twin_that_calls_one_of_the_same_tools(rows: list[Conversation]) -> None:
