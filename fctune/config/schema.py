@@ -111,8 +111,8 @@ class RunConfig:
     ] = None
     """Data type of weights and matrix products. `bf16_mixed`: weights and optimizer in float32, products in bfloat16,
     gradients reduced in float32. `float8`: `bf16` with the blocks' products in float8; `float8_mixed`: `bf16_mixed`
-    likewise. With adapters, this is the base's data type; adapters are float32. A CPU without instructions for bfloat16,
-    such as one with AVX2 alone, is several times faster in `fp32`."""
+    likewise. With adapters, this is the base's data type; adapters are float32. A CPU without instructions for
+    bfloat16, such as one with AVX2 alone, is several times faster in `fp32`."""
     global_batch_size: Annotated[int, AT_LEAST_1] = DEFAULT_BATCH_SIZE
     """Packs (rows of `data.seq_len` tokens) per optimizer step, over all ranks."""
     global_batch_tokens: Annotated[int | None, AT_LEAST_1, Null("use `global_batch_size`")] = None
