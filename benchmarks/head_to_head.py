@@ -13,7 +13,7 @@ Each tool trains a quarter of the tokens with each of three learning rates, of w
 validation share trains all tokens with several seeds. One judge measures all results as merged models, in process or
 served by one vLLM. --defaults also trains each tool as it is without any setting: fctune with its shipped config; TRL
 with SFTConfig's defaults, which train all weights, on rows as OpenAI's API returns them. How axolotl and LLaMA-Factory
-render these rows is not measured.
+render such rows, ``benchmarks.peer_rows`` shows.
 
 Accuracies are means over seeds; their 95% intervals are Wilson's for the number of cases, as a case with several seeds
 is no more than one case. ``p`` is of the exact sign-flip test over cases: each case has the number of seeds in which

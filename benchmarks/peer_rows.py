@@ -1,52 +1,72 @@
-"""What TRL trains of the rows that fctune trains, token by token.
+"""What TRL, LLaMA-Factory and axolotl train of the rows that fctune trains, token by token.
 
-    python -m benchmarks.peer_rows --model DIR --data FILE [--limit N] [--result FILE]
+    python -m benchmarks.peer_rows --model DIR --data FILE [--limit N] [--skip-trl] [--llamafactory PYTHON]
+        [--axolotl PYTHON] [--result FILE]
 
-Rows in OpenAI's format are prepared by TRL's ``SFTTrainer``, which renders them with its training template for the
-model if it has one, and by fctune with the model's own template. Arguments of calls are JSON strings, as OpenAI's API
-returns them, or objects, as most templates expect them. ``load_dataset`` reads the rows from a JSON Lines file, and
-``from_list`` takes them from memory; both are functions of the datasets package, as it is without options. Without
-``assistant_only_loss``, which is TRL's default, the loss covers every token.
+Rows in OpenAI's format are prepared by each tool's own code, and by fctune with the model's own template. Arguments of
+calls are JSON strings, as OpenAI's API returns them, or objects, as most templates expect them. TRL's ``SFTTrainer``
+renders the rows with its training template for the model if it has one. ``load_dataset`` reads them from a JSON Lines
+file, and ``from_list`` takes them from memory; both are functions of the datasets package, as it is without options.
+Without ``assistant_only_loss``, which is TRL's default, the loss covers every token.
 
-Each row counts once, by the first difference in this order: TRL refuses it; its text differs; its text is equal, but it
-does not train a token that fctune trains, or trains one that fctune does not.
+LLaMA-Factory and axolotl each have an environment of their own; PYTHON is its interpreter. ``peer_rows_llamafactory``
+and ``peer_rows_axolotl`` say how they get the rows.
+
+Each row counts once in ``kinds``, by the first difference in this order: the tool drops it; its text differs; its text
+is equal, but the tool does not train a token that fctune trains, or trains one that fctune does not.
+
+``holds`` counts the rows of which a statement is true; see ``check``. The answers of a row are the text from the mark
+that opens the assistant's turn to the end of sequence token, and everything else is its prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import difflib
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real_arguments import run_benchmark
 from benchmarks.training import describe_machine
+from fctune.base.errors import ConfigError
 from fctune.base.files import write_atomically
+from fctune.calls.formats.hermes import Hermes
+from fctune.calls.matching import is_exact_match
 from fctune.data.chat_template import ChatTemplate
-from fctune.data.conversation import Conversation
+from fctune.data.conversation import Call, Conversation, Message
 from fctune.data.sources import read_source
 
-VARIANTS = (  # form of the arguments, function that loads the rows, assistant_only_loss
-    ("objects", "load_dataset", True),
-    ("strings", "load_dataset", True),
-    ("objects", "from_list", True),
-    ("objects", "load_dataset", False),
-)
+VARIANTS = {  # by tool: form of the arguments, and how the tool gets the rows
+    "trl": (
+        ("objects", "load_dataset, assistant_only_loss"),
+        ("strings", "load_dataset, assistant_only_loss"),
+        ("objects", "from_list, assistant_only_loss"),
+        ("objects", "load_dataset, untouched"),
+    ),
+    "llamafactory": (("objects", "sharegpt"), ("objects", "openai"), ("strings", "openai")),
+    "axolotl": (("objects", "chat_template"), ("strings", "chat_template"), ("strings", "parameters")),
+}
 _SHOWN = 120  # characters of a difference
 
+Prepared = tuple[list[int], list[bool]]  # token ids, and which of them are trained
+Marked = tuple[str, list[bool]]  # text, and which of its characters are trained
 
-def make_rows(path: str, model_dir: Path, limit: int) -> list[tuple[dict[str, Any], list[int], list[bool]]]:
-    """Return rows in OpenAI's format with fctune's token ids, and which of them it trains; rows of one sample only."""
-    encoder = ChatTemplate(model_dir).encoder
+
+def make_rows(path: str, template: ChatTemplate, limit: int) -> list[tuple[dict[str, Any], Prepared]]:
+    """Return rows in OpenAI's format, and as fctune prepares them; rows of one sample only."""
     rows = []
     for conversation in read_source(path):
-        if isinstance(conversation, Conversation) and len(samples := encoder.encode(conversation)) == 1:
-            rows.append((conversation.to_openai(), samples[0].tokens, [w > 0 for w in samples[0].weights]))
+        if isinstance(conversation, Conversation) and len(samples := template.encode(conversation)) == 1:
+            rows.append((conversation.to_openai(), (samples[0].tokens, [w > 0 for w in samples[0].weights])))
         if len(rows) == limit:
             break
     return rows
@@ -63,18 +83,13 @@ def to_form(row: dict[str, Any], form: str) -> dict[str, Any]:
     return row
 
 
-def prepare_with_trl(
-    rows: Sequence[dict[str, Any]], model_dir: Path, loader: str, masked: bool
-) -> list[tuple[list[int], list[bool]]]:
-    """Return TRL's token ids of the rows, and which of them it trains.
-
-    Raises:
-        Exception: TRL refuses the rows.
-    """
+def prepare_with_trl(rows: Sequence[dict[str, Any]], model_dir: Path, how: str) -> list[Prepared | None] | str:
+    """Return the rows as TRL prepares them, or the error with which it refuses them."""
     from datasets import Dataset, load_dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
+    loader, loss = how.split(", ")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     config = AutoConfig.from_pretrained(model_dir)
     for name, value in (("num_hidden_layers", 1), ("hidden_size", 16), ("intermediate_size", 16)):
@@ -82,27 +97,25 @@ def prepare_with_trl(
     config.num_attention_heads = config.num_key_value_heads = 1
     config.layer_types = ["full_attention"]
     with tempfile.TemporaryDirectory() as folder:
-        if loader == "from_list":
-            dataset = Dataset.from_list(list(rows))
-        else:
-            file = Path(folder, "rows.jsonl")
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            dataset = load_dataset("json", data_files=str(file), split="train", cache_dir=folder)
         settings = SFTConfig(
             *(folder,),
             max_length=None,
-            assistant_only_loss=masked,
+            assistant_only_loss=loss == "assistant_only_loss",
             use_cpu=True,
             report_to=[],
             packing=False,
             bf16=False,
         )
-        trainer = SFTTrainer(
-            model=AutoModelForCausalLM.from_config(config),
-            args=settings,
-            train_dataset=dataset,
-            processing_class=tokenizer,
-        )
+        try:
+            if loader == "from_list":
+                dataset = Dataset.from_list(list(rows))
+            else:
+                file = write_rows(rows, folder)
+                dataset = load_dataset("json", data_files=str(file), split="train", cache_dir=folder)
+            model = AutoModelForCausalLM.from_config(config)
+            trainer = SFTTrainer(model=model, args=settings, train_dataset=dataset, processing_class=tokenizer)
+        except Exception as error:  # of any kind: it is what the user sees
+            return f"{type(error).__name__}: {error}"
         prepared = trainer.train_dataset
         labels = [row.get("labels") or row["input_ids"] for row in prepared]
         return [
@@ -110,18 +123,64 @@ def prepare_with_trl(
         ]
 
 
-def compare(ours: tuple[list[int], list[bool]], theirs: tuple[list[int], list[bool]], decode: Any) -> tuple[str, str]:
+def write_rows(rows: Sequence[dict[str, Any]], folder: str) -> Path:
+    """Write the rows to a JSON Lines file, and return it."""
+    file = Path(folder, "rows.jsonl")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def prepare_elsewhere(
+    tool: str, python: str, rows: Sequence[dict[str, Any]], model_dir: Path, layout: str
+) -> tuple[str, list[Prepared | None] | str]:
+    """Return the version of a tool in another environment, and its rows, None for each it drops, or its error.
+
+    Raises:
+        ConfigError: The process failed, such as for lack of the tool.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file, result = write_rows(rows, folder), Path(folder, "result.json")
+        script = Path(__file__).with_name(f"peer_rows_{tool}.py")
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        done = subprocess.run(
+            [python, "-P", str(script), str(model_dir.resolve()), str(file), str(result), layout],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
+        if done.returncode:
+            raise ConfigError(f"--{tool} {python}: {done.stderr.strip()[-1_000:]}")
+        found = json.loads(result.read_text(encoding="utf-8"))
+    if "refused" in found:
+        return found["version"], found["refused"]
+    return found["version"], [row and (row[0], row[1]) for row in found["rows"]]
+
+
+def mark(prepared: Prepared, decode: Callable[..., str]) -> Marked:
+    """Return the text of token ids, and for each character whether its token is trained."""
+    tokens, trained = prepared
+    pieces, flags, start = list[str](), list[bool](), 0
+    for end, is_trained in enumerate(trained, start=1):
+        piece = decode(*tokens[start:end])
+        if not piece.endswith("\ufffd"):  # which ends within a character
+            pieces.append(piece)
+            flags += [is_trained] * len(piece)
+            start = end
+    return "".join(pieces), flags
+
+
+def compare(ours: Marked, theirs: Marked) -> tuple[str, str]:
     """Return the kind of the first difference and an example of it; "equal" for none."""
-    (tokens, trained), (other, other_trained) = ours, theirs
-    text, other_text = decode(tokens).rstrip("\n"), decode(other).rstrip("\n")
+    (text, chars), (other_text, other_chars) = ours, theirs
+    text, other_text = text.rstrip("\n"), other_text.rstrip("\n")
     if text != other_text:
-        parts = difflib.SequenceMatcher(None, text, other_text, autojunk=False).get_opcodes()
-        kind, i, j, k, m = next(part for part in parts if part[0] != "equal")
-        return "text differs", f"{kind}: {text[i:j][:_SHOWN]!r} became {other_text[k:m][:_SHOWN]!r}"
-    chars, other_chars = spread(tokens, trained, decode), spread(other, other_trained, decode)
-    pairs = list(zip(text, chars, other_chars, strict=False))
-    missing = [i for i, (_, mine, other) in enumerate(pairs) if mine and not other]
-    added = [i for i, (char, mine, other) in enumerate(pairs) if other and not mine and not char.isspace()]
+        pairs = enumerate(zip(text, other_text, strict=False))
+        start = next((i for i, (char, other) in pairs if char != other), min(len(text), len(other_text)))
+        return "text differs", f"{text[start : start + _SHOWN]!r} became {other_text[start : start + _SHOWN]!r}"
+    trained = list(zip(text, chars, other_chars, strict=False))
+    missing = [i for i, (_, mine, other) in enumerate(trained) if mine and not other]
+    added = [i for i, (char, mine, other) in enumerate(trained) if other and not mine and not char.isspace()]
     if missing:
         return "trains less", repr(text[missing[0] : missing[0] + _SHOWN])
     if added:
@@ -129,49 +188,139 @@ def compare(ours: tuple[list[int], list[bool]], theirs: tuple[list[int], list[bo
     return "equal", ""
 
 
-def spread(tokens: Sequence[int], trained: Sequence[bool], decode: Any) -> list[bool]:
-    """Return for each character of the text whether its token is trained."""
-    flags: list[bool] = []
-    start = 0
-    for end, is_trained in enumerate(trained, start=1):
-        piece = decode(tokens[start:end])
-        if not piece.endswith("\ufffd"):  # which ends within a character
-            flags += [is_trained] * len(piece)
-            start = end
-    return flags
+def split(row: Marked, opened: str, closed: str) -> tuple[Marked, list[Marked]]:
+    """Return the prompt of a row, which is all but its answers, and its answers with the mark that closes each."""
+    text, flags = row
+    prompt, prompt_flags, answers = "", list[bool](), list[Marked]()
+    position = 0
+    while (found := text.find(opened, position)) >= 0:
+        start = found + len(opened)
+        end = text.find(closed, start)
+        end = len(text) if end < 0 else end + len(closed)
+        prompt, prompt_flags = prompt + text[position:start], prompt_flags + flags[position:start]
+        answers.append((text[start:end], flags[start:end]))
+        position = end
+    return (prompt + text[position:], prompt_flags + flags[position:]), answers
+
+
+def check(row: dict[str, Any], ours: Marked, theirs: Marked, marks: tuple[str, str]) -> dict[str, bool]:
+    """Return which statements are true of a row.
+
+    ``calls_equal``: The trained text of each answer, read strictly as Hermes calls, has the row's calls, and none if
+    the row has none. ``parallel_calls_kept``: An answer has several calls, and all answers as many as in the row, of
+    any values. ``prompts_equal`` and ``answers_equal``: The text is that of the model's own template.
+    ``ends_trained``: The last token of each answer, which ends it, is trained. ``prompts_untrained``: No character of
+    the prompt is trained, spaces apart.
+    """
+    (prompt, flags), answers = split(theirs, *marks)
+    (our_prompt, _), our_answers = split(ours, *marks)
+    expected = [
+        [Call(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+        for message in to_form(row, "objects")["messages"]
+        if message["role"] == "assistant"
+    ]
+    trained = ["".join(char for char, is_trained in zip(*one, strict=True) if is_trained) for one in answers]
+    read = [Hermes().parse(text.removesuffix(marks[1])) for text in trained]
+    counts = [len(one.calls) + len(one.malformed) for one in read]
+    return {
+        "calls_equal": len(read) == len(expected)
+        and all(
+            not one.malformed and is_exact_match(calls, one.calls) for calls, one in zip(expected, read, strict=True)
+        ),
+        "parallel_calls_kept": max(map(len, expected), default=0) > 1 and counts == list(map(len, expected)),
+        "prompts_equal": prompt.rstrip() == our_prompt.rstrip(),
+        "answers_equal": [text for text, _ in answers] == [text for text, _ in our_answers],
+        "ends_trained": bool(answers) and all(text.endswith(marks[1]) and flags[-1] for text, flags in answers),
+        "prompts_untrained": not any(flag and not char.isspace() for char, flag in zip(prompt, flags, strict=True)),
+    }
+
+
+def describe(
+    rows: Sequence[dict[str, Any]], ours: Sequence[Marked], theirs: Sequence[Marked | None], marks: tuple[str, str]
+) -> dict[str, Any]:
+    """Return how the rows that a tool prepared compare with fctune's; it dropped those that are None."""
+    kinds, examples, holds = Counter[str](), dict[str, str](), Counter[str]()
+    for row, mine, other in zip(rows, ours, theirs, strict=True):
+        kind, example = compare(mine, other) if other else ("dropped", "")
+        kinds[kind] += 1
+        examples.setdefault(kind, example)
+        holds.update(check(row, mine, other, marks) if other else {})
+    return {"kinds": dict(kinds), "examples": examples, "holds": dict(holds)}
+
+
+def count_rows(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Count the rows by what a tool may lose of them."""
+    calls = [[len(message.get("tool_calls") or ()) for message in row["messages"]] for row in rows]
+    return {
+        "rows_with_parallel_calls": sum(max(one) > 1 for one in calls),
+        "rows_with_results": sum(any(message["role"] == "tool" for message in row["messages"]) for row in rows),
+        "rows_without_calls": sum(not any(one) for one in calls),
+        "rows_with_text_beside_calls": sum(
+            any(message.get("tool_calls") and message["content"] for message in row["messages"]) for row in rows
+        ),
+    }
+
+
+def find_marks(template: ChatTemplate) -> tuple[str, str]:
+    """Return what opens an answer in the template, and the token that closes it."""
+    asked = Conversation((Message("user", "Hi"),))
+    opened = template.render(asked, add_generation_prompt=True).removeprefix(template.render(asked))
+    return opened, template.tokenizer.eos_token
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, print the table, and write the result if a file is named."""
+    """Compare, print the results, and write them if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR")
     parser.add_argument("--data", required=True, metavar="FILE", help="rows in any format that fctune reads")
     parser.add_argument("--limit", type=int, default=400, metavar="N", help="rows; default: %(default)s")
+    parser.add_argument("--skip-trl", action="store_true", help="compare with the other tools only")
+    parser.add_argument("--llamafactory", metavar="PYTHON", help="of an environment with LLaMA-Factory")
+    parser.add_argument("--axolotl", metavar="PYTHON", help="of an environment with axolotl")
     parser.add_argument("--result", type=Path, metavar="FILE", help="JSON file to write")
     arguments = parser.parse_args(argv)
-    rows = make_rows(arguments.data, arguments.model, arguments.limit)
-    decode = ChatTemplate(arguments.model).tokenizer.decode
+    return run_benchmark(lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Return the results of all variants as JSON."""
+    template = ChatTemplate(arguments.model)
+    marks = find_marks(template)
+    decode = cache(lambda *tokens: template.tokenizer.decode(tokens))  # most tokens occur often
+    rows, prepared_by_us = zip(*make_rows(arguments.data, template, arguments.limit), strict=True)
+    ours = [mark(one, decode) for one in prepared_by_us]
+    versions = {name: version(name) for name in ("trl", "datasets")}
     found: dict[str, Any] = {}
-    for form, loader, masked in VARIANTS:
-        name = f"{form}, {loader}, {'assistant_only_loss' if masked else 'untouched'}"
-        try:
-            prepared = prepare_with_trl([to_form(row, form) for row, _, _ in rows], arguments.model, loader, masked)
-        except Exception as error:  # of any kind: it is what the user sees
-            found[name] = {"refused": f"{type(error).__name__}: {error}"}
-            continue
-        kinds, examples = Counter[str](), dict[str, str]()
-        for (_, tokens, trained), theirs in zip(rows, prepared, strict=True):
-            kind, example = compare((tokens, trained), theirs, decode)
-            kinds[kind] += 1
-            examples.setdefault(kind, example)
-        tokens_trained = {"fctune": sum(map(sum, (r[2] for r in rows))), "trl": sum(sum(p[1]) for p in prepared)}
-        found[name] = {"kinds": dict(kinds), "examples": examples, "tokens_trained": tokens_trained}
-    print(json.dumps(found, indent=1))
+    for tool, variants in VARIANTS.items():
+        python = None if tool == "trl" else getattr(arguments, tool)
+        is_asked = python is not None or (tool == "trl" and not arguments.skip_trl)
+        for form, how in variants if is_asked else ():
+            given = [to_form(row, form) for row in rows]
+            prepared: list[Prepared | None] | str
+            if python is None:
+                prepared = prepare_with_trl(given, arguments.model, how)
+            else:
+                versions[tool], prepared = prepare_elsewhere(tool, python, given, arguments.model, how)
+            if isinstance(prepared, str):
+                found[f"{tool}: {form}, {how}"] = {"refused": prepared}
+                continue
+            compared = describe(rows, ours, [one and mark(one, decode) for one in prepared], marks)
+            tokens = {"fctune": sum(sum(one[1]) for one in prepared_by_us)}
+            tokens[tool] = sum(sum(one[1]) for one in prepared if one)
+            found[f"{tool}: {form}, {how}"] = compared | {"tokens_trained": tokens}
     if arguments.result is not None:
-        date = f"{datetime.date.today()}"
-        described = {"date": date, "rows": len(rows), "machine": describe_machine(), "variants": found}
+        described = {
+            "date": f"{datetime.date.today()}",
+            "model": arguments.model.name,
+            "versions": versions,
+            "rows": len(rows),
+            **count_rows(rows),
+            "machine": describe_machine(),
+            "fctune": {"holds": describe(rows, ours, ours, marks)["holds"]},
+            "variants": found,
+        }
         write_atomically(arguments.result, json.dumps(described, indent=1) + "\n")
-    return 0
+    return json.dumps(found, indent=1)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from math import comb
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from benchmarks.real_rows import to_cases, write_rows
 from fctune.base.errors import DataError
 from fctune.data.synthetic import iter_conversations
 from fctune.tasks.evaluation.paired import mcnemar_p
-from tests.conftest import TINY_BASE
 
 
 @pytest.mark.parametrize(("right", "wrong"), [(0, 0), (1, 0), (5, 1), (3, 3), (2, 9)])
@@ -49,23 +47,6 @@ def test_accuracies_are_means_over_seeds_with_the_interval_of_the_cases() -> Non
         compare(ours[:1], make_results("trl", [[True] * 9]))
 
 
-@pytest.fixture
-def chatml_base(tmp_path: Path) -> Path:
-    """Copy the tiny base with the markers and the template of Qwen2.5, for which TRL has a training template."""
-    import trl
-
-    model = tmp_path / "base"
-    shutil.copytree(TINY_BASE, model)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        text = (model / name).read_text()
-        text = text.replace("<|start_header_id|>", "<|im_start|>").replace("<|eot_id|>", "<|im_end|>")
-        (model / name).write_text(text)
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
-    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template.read_text()}))
-    return model
-
-
 @pytest.mark.slow
 def test_both_tools_train_the_same_tokens_and_an_ended_part_is_kept(chatml_base: Path, tmp_path: Path) -> None:
     rows, out = tmp_path / "rows", tmp_path / "out"
@@ -85,7 +66,7 @@ def test_both_tools_train_the_same_tokens_and_an_ended_part_is_kept(chatml_base:
     assert ours["steps"] == theirs["steps"] == 2
     assert ours["tokens"] == theirs["tokens"]
     assert ours["trained_parameters"] == theirs["trained_parameters"]
-    in_trl = report["rows"]["in_trl"]["objects, load_dataset, assistant_only_loss"]
+    in_trl = report["rows"]["in_trl"]["trl: objects, load_dataset, assistant_only_loss"]
     assert in_trl["kinds"] == {"equal": report["rows"]["counts"]["full"]["rows"]}  # apart from white space
     added = in_trl["tokens_trained"]["trl"] - in_trl["tokens_trained"]["fctune"]
     assert theirs["supervised_tokens"] == ours["supervised_tokens"] + 2 * added  # in each of two epochs
