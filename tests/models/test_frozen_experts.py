@@ -153,7 +153,8 @@ def test_loss_and_gradients_are_those_of_dequantised_experts(
     assert found.keys() == expected.keys()
     assert len(found) == 1 + 2 * 3 * 2
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6 * float(value.abs().max()), msg=name)
+        # The products of both may be summed in another order, which on some processors differs by 4e-6 of the largest.
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)
         assert float(value.abs().max()) > 0
 
 
