@@ -1,24 +1,29 @@
-"""Compare the accuracy that fctune and TRL's SFTTrainer reach on the same model, rows, tokens and adapters.
+"""Compare the accuracy that fctune and other tools reach on the same model, rows, tokens and adapters.
 
     python -m benchmarks.head_to_head --model DIR --rows DIR [--tokens N] [--limit N] [--vllm PYTHON] [--defaults]
-        [--out DIR] [key=value ...]
+        [--llamafactory PYTHON] [--axolotl PYTHON] [--out DIR] [key=value ...]
 
---rows is the data directory of ``make real``. Both tools train the first N tokens of its rows that fit into a pack,
-with the config of ``make real``: the same adapter, optimizer, schedule and precision, packs of the same length, and as
-many of them a step. TRL gets the rows as it renders them rightly (``benchmarks.peer_rows`` compares): arguments as
-objects, read by ``load_dataset``, its training template, ``assistant_only_loss``; it packs where no conversation
-attends to another, which is tried.
+--rows is the data directory of ``make real``. fctune and TRL's SFTTrainer train the first N tokens of its rows that fit
+into a pack, with the config of ``make real``: the same adapter, optimizer, schedule and precision, packs of the same
+length, and as many of them a step. TRL gets the rows as it renders them rightly (``benchmarks.peer_rows`` compares):
+arguments as objects, read by ``load_dataset``, its training template, ``assistant_only_loss``; it packs where no
+conversation attends to another, which is tried.
 
-Each tool trains a quarter of the tokens with each of three learning rates, of which the best by mean accuracy on the
+Both train a quarter of the tokens with each of three learning rates, of which the best by mean accuracy on the
 validation share trains all tokens with several seeds. One judge measures all results as merged models, in process or
 served by one vLLM. --defaults also trains each tool as it is without any setting: fctune with its shipped config; TRL
-with SFTConfig's defaults, which train all weights, on rows as OpenAI's API returns them. How axolotl and LLaMA-Factory
-render such rows, ``benchmarks.peer_rows`` shows.
+with SFTConfig's defaults, which train all weights, on rows as OpenAI's API returns them.
+
+--llamafactory and --axolotl name the Python of an environment that has the tool. Each trains all tokens once, after the
+pairs, with seed 1, the same settings, and the learning rate that was chosen for TRL, as these tools are transformers'
+Trainer with PEFT, too. ``benchmarks.head_to_head_peers`` says what differs. If a training fails, the report has the
+last line of the tool's output, and the same command tries it again.
 
 Accuracies are means over seeds; their 95% intervals are Wilson's for the number of cases, as a case with several seeds
 is no more than one case. ``p`` is of the exact sign-flip test over cases: each case has the number of seeds in which
-fctune is right minus that in which TRL is, and the sign of each is equally likely if the tools are equal. With one seed
-that is McNemar's exact test. Neither covers how much trainings with other seeds would differ: see the means by seed.
+fctune is right minus that in which the other is, and the sign of each is equally likely if the tools are equal. With
+one seed that is McNemar's exact test. Neither covers how much trainings with other seeds would differ: see the means by
+seed.
 
 Each training is a process of its own. Each part (training, merging, measuring) has a file under --out and is skipped
 when it is there: after a kill, the same command resumes with the part that was interrupted.
@@ -28,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -38,7 +44,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.head_to_head_trl import TrlJob
+from benchmarks.head_to_head_peers import COMMANDS, LOG, find_version
+from benchmarks.head_to_head_trl import Job
 from benchmarks.peer_rows import to_form
 from benchmarks.real_arguments import add_model_options, check_model, run_benchmark
 from benchmarks.real_measuring import CATEGORIES, UNSEEN, SplitName, Subject, answers_dir, load_suites, measure
@@ -55,10 +62,12 @@ from fctune.models.hub import digest_model
 from fctune.tasks.evaluation.paired import paired_difference_interval
 from fctune.tasks.judge import is_valid
 
-TOOLS = ("fctune", "trl")
+TOOLS = ("fctune", "trl")  # which are compared over all seeds
+NAMES = {"fctune": "fctune", "trl": "TRL", "llamafactory": "LLaMA-Factory", "axolotl": "axolotl"}
 LEARNING_RATES = (1e-4, 2e-4, 4e-4)
 SEARCH_SHARE = 4  # the search for a learning rate trains this fraction of the tokens
 _SEARCH_SEED = 0
+_QWEN = "You are Qwen, created by Alibaba Cloud"  # in the template
 _COUNTS = {
     "steps": "steps",
     "tokens": "tokens",
@@ -80,7 +89,7 @@ class Training:
     """A training of the comparison.
 
     Attributes:
-        tool: Of ``TOOLS``.
+        tool: Of ``NAMES``.
         stage: ``search``, with a quarter of the tokens; ``full``; or ``defaults``, with all tokens.
         seed: Of the adapter and of the order of rows.
         learning_rate: None: the tool's default.
@@ -160,16 +169,25 @@ def train(training: Training, arguments: argparse.Namespace, model_dir: Path, fo
         result = _count_fctune(folder / "run")
     else:
         settings = None if training.stage == "defaults" else load_config(arguments.config, keys).to_dict()
-        job = TrlJob(str(model_dir), str(rows), str(folder), training.seed, settings)
+        python = getattr(arguments, training.tool, None)
+        job = Job(str(model_dir), str(rows), str(folder), training.seed, settings, training.tool, python)
         write_atomically(folder / "job.json", json.dumps(asdict(job)))
-        _run_trl("train", folder)
+        _run_step("train", training, folder)
         result = json.loads((folder / "result.json").read_text())
-    return result | {"wall_s": time.perf_counter() - started, "tokens_per_s": result["tokens"] / result["training_s"]}
+    wall, tokens = time.perf_counter() - started, result["tokens"]
+    return result | {"wall_s": wall, "tokens_per_s": None if tokens is None else tokens / result["training_s"]}
 
 
-def _run_trl(step: str, folder: Path) -> None:
-    if code := run_module("benchmarks.head_to_head_trl", step, folder / "job.json"):
-        raise CheckpointError(f"{folder}: TRL ended with code {code}; its own message is above.")
+def _run_step(step: str, training: Training, folder: Path) -> None:
+    is_elsewhere = step == "train" and training.tool in COMMANDS
+    module = "benchmarks.head_to_head_peers" if is_elsewhere else "benchmarks.head_to_head_trl"
+    if not (code := run_module(module, step, folder / "job.json")):
+        return
+    said = "its own message is above."
+    if is_elsewhere and (folder / LOG).is_file():
+        lines = [line for line in (folder / LOG).read_text(errors="replace").splitlines() if line.strip()]
+        said = f"{LOG} ends with: {lines[-1].strip()}" if lines else f"{LOG} is empty."
+    raise CheckpointError(f"{folder.name}: {NAMES[training.tool]} ended with code {code}; {said}")
 
 
 def _count_fctune(run: Path) -> dict[str, Any]:
@@ -195,7 +213,7 @@ def find_merged(training: Training, folder: Path) -> Path:
     if training.tool == "fctune":
         return folder / "run" / "export" / "merged"
     if not (folder / "merged").is_dir():
-        _run_trl("merge", folder)
+        _run_step("merge", training, folder)
     return folder / "merged"
 
 
@@ -259,19 +277,20 @@ def sign_flip_p(differences: Sequence[int]) -> float:
     return float(extreme / sum(ways.values()))
 
 
-def compare(fctune: Sequence[dict[str, Any]], trl: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Compare trainings of both tools by category, and in all; see the module's docstring for the pooling over seeds.
+def compare(fctune: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Compare trainings of two tools by category, and in all; see the module's docstring for the pooling over seeds.
 
     Args:
         fctune: Results of ``train_and_measure``.
-        trl: As many of TRL, on the same cases.
+        others: As many of another tool, on the same cases.
 
     Raises:
         DataError: They are of different cases, or not equally many.
     """
-    if len({one["seed"] for one in fctune}) != len(fctune) or len(fctune) != len(trl):
-        raise DataError(f"{len(fctune)} trainings of fctune and {len(trl)} of TRL cannot be compared.")
-    runs = {"fctune": fctune, "trl": trl}
+    other = others[0]["tool"] if others else "no tool"
+    if len({one["seed"] for one in fctune}) != len(fctune) or len(fctune) != len(others):
+        raise DataError(f"{len(fctune)} trainings of fctune and {len(others)} of {other} cannot be compared.")
+    runs = {"fctune": fctune, other: others}
     categories = list(fctune[0]["verdicts"])
     right: dict[str, dict[str, dict[str, int]]] = {}  # number of seeds by tool, category and case
     for tool, results in runs.items():
@@ -282,24 +301,23 @@ def compare(fctune: Sequence[dict[str, Any]], trl: Sequence[dict[str, Any]]) -> 
                 raise DataError(f"{category}: the trainings were measured on different cases. Pass another --out.")
             right[tool][category] = {case: sum(one[case] for one in cases) for case in cases[0]}
     num_seeds = len(fctune)
-    found = {category: _compare_category([[right[tool][category][case] for tool in TOOLS]
-             for case in right["trl"][category]], num_seeds) for category in categories}  # fmt: skip
-    pairs = [
-        [right[tool][category][case] for tool in TOOLS] for category in categories for case in right["trl"][category]
-    ]
+    pairs = {
+        category: [[right[tool][category][case] for tool in runs] for case in right["fctune"][category]]
+        for category in categories
+    }
     means = {tool: [mean_accuracy(one["verdicts"]) for one in results] for tool, results in runs.items()}
     return {
         "seeds": num_seeds,
-        "categories": found,
-        "all_cases": _compare_category(pairs, num_seeds),
+        "categories": {name: _compare_category(tuple(runs), of_it, num_seeds) for name, of_it in pairs.items()},
+        "all_cases": _compare_category(tuple(runs), [pair for of_it in pairs.values() for pair in of_it], num_seeds),
         "mean_over_categories_by_seed": means,
     }
 
 
-def _compare_category(pairs: Sequence[Sequence[int]], num_seeds: int) -> dict[str, Any]:
+def _compare_category(tools: Sequence[str], pairs: Sequence[Sequence[int]], num_seeds: int) -> dict[str, Any]:
     n = len(pairs)
     one: dict[str, Any] = {"n": n}
-    for index, tool in enumerate(TOOLS):
+    for index, tool in enumerate(tools):
         successes = sum(pair[index] for pair in pairs) / num_seeds
         low, high = wilson_interval(successes, n)
         one[tool] = {"accuracy": successes / n, "low": low, "high": high}
@@ -311,22 +329,26 @@ def _compare_category(pairs: Sequence[Sequence[int]], num_seeds: int) -> dict[st
 
 def format_report(report: dict[str, Any]) -> str:
     """Return the result as Markdown."""
+    titles = {
+        "full": "Best learning rate",
+        "defaults": "Untouched defaults",
+        "one_seed": "All tools, with one seed each",
+    }
     parts = []
-    for stage in ("full", "defaults"):
+    for stage, title in titles.items():
         if stage in report:
-            parts += [
-                f"### {'Best learning rate' if stage == 'full' else 'Untouched defaults'}",
-                _format_accuracy(report[stage]),
-            ]
+            compared = report[stage] if stage == "one_seed" else {"trl": report[stage]}
+            parts += [f"### {title}", _format_accuracy(compared)]
     heads = ("", "stage", "learning rate", "seed", *_COUNTS.values(), "mean accuracy")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for one in report["trainings"]:
         rate = "default" if one["learning_rate"] is None else f"{one['learning_rate']:g}"
-        counts = [one["trained"][key] for key in _COUNTS]
-        cells = [f"{count:,.1f}" if isinstance(count, float) else f"{count:,}" for count in counts]
-        cells = [one["tool"], one["stage"], rate, str(one["seed"]), *cells, f"{one['mean_accuracy']:.1%}"]
+        cells = [_format_count(one.get("trained", {}).get(key)) for key in _COUNTS]
+        accuracy = "failed" if "failed" in one else f"{one['mean_accuracy']:.1%}"
+        cells = [one["tool"], one["stage"], rate, str(one["seed"]), *cells, accuracy]
         lines.append(f"| {' | '.join(cells)} |")
     parts += ["### Trainings", "\n".join(lines)]
+    parts += [one["failed"] for one in report["trainings"] if "failed" in one]
     kinds = ["| TRL's form of the rows | what it does |", "|---|---|"]
     kinds += [
         f"| {name} | {json.dumps(one.get('kinds', one.get('refused')))} |"
@@ -336,15 +358,38 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def _format_count(count: float | None) -> str:
+    if count is None:
+        return "-"
+    return f"{count:,.1f}" if isinstance(count, float) else f"{count:,}"
+
+
 def _format_accuracy(compared: dict[str, Any]) -> str:
-    lines = ["| | cases | fctune | TRL | difference | p |", "|---|---|---|---|---|---|"]
-    for name, one in {**compared["categories"], "all cases": compared["all_cases"]}.items():
-        cells = ["{accuracy:.0%} ({low:.0%} - {high:.0%})".format(**one[tool]) for tool in TOOLS]
-        difference = "{:+.0%} ({:+.0%} to {:+.0%})".format(*one["difference"])
-        lines.append(f"| {name} | {one['n']} | {' | '.join(cells)} | {difference} | {one['p']:.2g} |")
-    means = compared["mean_over_categories_by_seed"]
-    cells = [f"{statistics.mean(means[tool]):.1%} ({', '.join(f'{m:.1%}' for m in means[tool])})" for tool in TOOLS]
-    return "\n".join([*lines, f"| mean over categories (by seed) | | {' | '.join(cells)} | | |"])
+    """Return a table of fctune and the tools that are compared with it on the same cases."""
+    first = next(iter(compared.values()))
+    heads = ["", "cases", "fctune", *(head for tool in compared for head in (NAMES[tool], "difference", "p"))]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name in (*first["categories"], "all cases"):
+        rows = {tool: {**one["categories"], "all cases": one["all_cases"]}[name] for tool, one in compared.items()}
+        row = next(iter(rows.values()))
+        cells = [name, str(row["n"]), _format_share(row["fctune"])]
+        for tool, one in rows.items():
+            difference = "{:+.0%} ({:+.0%} to {:+.0%})".format(*one["difference"])
+            cells += [_format_share(one[tool]), difference, f"{one['p']:.2g}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    cells = ["mean over categories (by seed)", "", _format_means(first, "fctune")]
+    for tool, one in compared.items():
+        cells += [_format_means(one, tool), "", ""]
+    return "\n".join([*lines, f"| {' | '.join(cells)} |"])
+
+
+def _format_share(share: dict[str, float]) -> str:
+    return "{accuracy:.0%} ({low:.0%} - {high:.0%})".format(**share)
+
+
+def _format_means(compared: dict[str, Any], tool: str) -> str:
+    means = compared["mean_over_categories_by_seed"][tool]
+    return f"{statistics.mean(means):.1%} ({', '.join(f'{m:.1%}' for m in means)})"
 
 
 def _compare_rows(arguments: argparse.Namespace, model_dir: Path, num_rows: int) -> dict[str, Any]:
@@ -359,7 +404,9 @@ def _compare_rows(arguments: argparse.Namespace, model_dir: Path, num_rows: int)
 
 
 def iter_results(arguments: argparse.Namespace, model_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the results of the search, of the full trainings in turns, so that a kill leaves pairs, and of defaults."""
+    """Yield the results of the search, of the full trainings in turns, so that a kill leaves pairs, of defaults, and of
+    the tools that train once, which may fail.
+    """
     rates = {}
     for tool in TOOLS:
         searches = []
@@ -373,6 +420,43 @@ def iter_results(arguments: argparse.Namespace, model_dir: Path) -> Iterator[dic
             yield train_and_measure(Training(tool, "full", seed, rates[tool]), arguments, model_dir)
     for tool in TOOLS if arguments.defaults else ():
         yield train_and_measure(Training(tool, "defaults", 1), arguments, model_dir)
+    for tool in [tool for tool in COMMANDS if getattr(arguments, tool)]:
+        training = Training(tool, "full", 1, rates["trl"])
+        try:
+            yield train_and_measure(training, arguments, model_dir)
+        except CheckpointError as error:
+            print(error, file=sys.stderr, flush=True)
+            yield {**asdict(training), "failed": str(error)}
+
+
+def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the part of the report that follows from the results of all trainings until now."""
+    found: dict[str, Any] = {"trainings": []}
+    for one in results:
+        mean = {} if "failed" in one else {"mean_accuracy": mean_accuracy(one["verdicts"])}
+        found["trainings"].append({key: value for key, value in one.items() if key != "verdicts"} | mean)
+    for stage in ("full", "defaults"):
+        ours, theirs = ([one for one in results if (one["tool"], one["stage"]) == (tool, stage)] for tool in TOOLS)
+        if theirs:  # the later of the two
+            found[stage] = compare(ours[: len(theirs)], theirs)
+    first = {one["tool"]: one for one in results if (one["stage"], one["seed"]) == ("full", 1) and "failed" not in one}
+    if first.keys() & COMMANDS.keys():
+        found["one_seed"] = {tool: compare([first["fctune"]], [one]) for tool, one in first.items() if tool != "fctune"}
+    return found
+
+
+def check_peers(arguments: argparse.Namespace, model_dir: Path) -> dict[str, str]:
+    """Return the versions of the tools in other environments.
+
+    Raises:
+        ConfigError: An environment does not have its tool, or the tool has no such settings.
+    """
+    pythons = {tool: getattr(arguments, tool) for tool in COMMANDS if getattr(arguments, tool)}
+    if pythons and load_config(arguments.config, arguments.overrides).lr_scheduler.min_factor:
+        raise ConfigError(f"lr_scheduler.min_factor: --{next(iter(pythons))} needs 0, as the tool decays to it.")
+    if arguments.llamafactory and _QWEN not in ChatTemplate(model_dir).source:
+        raise ConfigError("--llamafactory: its template is that of Qwen2.5, which the model's is not.")
+    return {tool: find_version(tool, python) for tool, python in pythons.items()}
 
 
 def run(arguments: argparse.Namespace) -> str:
@@ -393,6 +477,7 @@ def run(arguments: argparse.Namespace) -> str:
     model_dir = check_model(arguments).resolve()
     if arguments.chat_template is not None:
         raise ConfigError("--chat-template: TRL trains with the template of the model; pass a model that has one.")
+    versions = {name: version(name) for name in PACKAGES} | check_peers(arguments, model_dir)
     for split in ("test", "validation"):
         load_measured(split, arguments)  # what is missing is known before hours of work
     for name in ("rows", "trainings", "measured"):
@@ -404,22 +489,22 @@ def run(arguments: argparse.Namespace) -> str:
     report: dict[str, Any] = {
         "command": "python -m benchmarks.head_to_head",
         "settings": {key: value for key, value in settings.items() if key != "rows"},
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": versions,
         "rows": {"counts": counts, "in_trl": _compare_rows(arguments, model_dir, counts["full"]["rows"])},
     }
     results: list[dict[str, Any]] = []
     for result in iter_results(arguments, model_dir):
         results.append(result)
-        report["trainings"] = [{key: value for key, value in one.items() if key != "verdicts"}
-                               | {"mean_accuracy": mean_accuracy(one["verdicts"])} for one in results]  # fmt: skip
-        for stage in ("full", "defaults"):
-            ours, theirs = ([one for one in results if (one["tool"], one["stage"]) == (tool, stage)] for tool in TOOLS)
-            if theirs:  # the later of the two
-                report[stage] = compare(ours[: len(theirs)], theirs)
+        report |= summarize(results)
         report |= {"date": time.strftime("%Y-%m-%d"), "machine": describe_machine()}
         write_atomically(arguments.out / "head_to_head.json", json.dumps(report, indent=1) + "\n")
         write_atomically(arguments.out / "head_to_head.md", format_report(report) + "\n")
     return format_report(report)
+
+
+def _find_python(name: str) -> str:
+    """Return the path of an interpreter; links are kept, as they belong to its environment."""
+    return os.path.abspath(shutil.which(name) or name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -437,6 +522,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--validation-limit", type=int, default=20, metavar="N", help="cases a category of the search")
     parser.add_argument("--public-sets", action="store_true", help="also measure the public sets in --rows")
     parser.add_argument("--defaults", action="store_true", help="also train with each tool's defaults")
+    for tool in COMMANDS:
+        words = f"also train with {NAMES[tool]}, which this Python has"
+        parser.add_argument(f"--{tool}", type=_find_python, metavar="PYTHON", help=words)
     parser.add_argument("--keep-models", action="store_true", help="keep the models that were measured")
     parser.set_defaults(out=Path("runs/head_to_head"), limit=100)
     arguments = parser.parse_intermixed_args(argv)

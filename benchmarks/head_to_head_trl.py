@@ -1,8 +1,8 @@
-"""Train rows with TRL's SFTTrainer, or merge the adapter of such a training, in this process.
+"""Train rows with TRL's SFTTrainer, or merge the adapter of any tool that writes one as PEFT does, in this process.
 
     python -m benchmarks.head_to_head_trl train|merge JOB.json
 
-``benchmarks.head_to_head`` writes the job, a ``TrlJob`` as JSON. Training writes ``OUT/result.json`` and the adapter,
+``benchmarks.head_to_head`` writes the job, a ``Job`` as JSON. Training writes ``OUT/result.json`` and the adapter,
 or all weights; merging writes ``OUT/merged``, a Hugging Face model directory with the tokenizer of the base.
 """
 
@@ -33,15 +33,17 @@ _DEFAULT_BATCH = 8  # rows of a step in SFTConfig
 
 
 @dataclass(frozen=True)
-class TrlJob:
-    """Inputs and output directory of one training by TRL.
+class Job:
+    """Inputs and output directory of one training by a tool that builds on transformers' Trainer.
 
     Attributes:
         model_dir: The base.
         rows: JSON Lines in OpenAI's format.
         out: Directory to write.
         seed: Of the adapter and of the order of rows.
-        settings: The config of fctune as a nested dict, whose settings TRL gets; None: the defaults of SFTConfig.
+        settings: The config of fctune as a nested dict, whose settings the tool gets; None: the defaults of SFTConfig.
+        tool: ``trl``, or one of ``benchmarks.head_to_head_peers``.
+        python: Interpreter of an environment with the tool; None: this one.
     """
 
     model_dir: str
@@ -49,6 +51,8 @@ class TrlJob:
     out: str
     seed: int
     settings: Mapping[str, Any] | None
+    tool: str = "trl"
+    python: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,7 +61,7 @@ class TrlJob:
         return torch.bfloat16 if is_bf16 else torch.float32
 
 
-def make_config(job: TrlJob) -> Any:
+def make_config(job: Job) -> Any:
     """Return the SFTConfig of a job.
 
     With settings, those: packs of the same length, with the loss on the assistant's turns. Without: SFTConfig's
@@ -95,7 +99,7 @@ def make_config(job: TrlJob) -> Any:
     )
 
 
-def make_trainer(job: TrlJob, rows_per_pack: int | None = None) -> Any:
+def make_trainer(job: Job, rows_per_pack: int | None = None) -> Any:
     """Return TRL's trainer with the model, the rows, and an adapter if the settings have one.
 
     Args:
@@ -142,7 +146,7 @@ def make_trainer(job: TrlJob, rows_per_pack: int | None = None) -> Any:
     return trainer
 
 
-def train(job: TrlJob) -> dict[str, Any]:
+def train(job: Job) -> dict[str, Any]:
     """Train, save the adapter or all weights, and return what was counted."""
     from transformers import TrainerCallback
 
@@ -189,7 +193,7 @@ def train(job: TrlJob) -> dict[str, Any]:
     }
 
 
-def merge(job: TrlJob) -> None:
+def merge(job: Job) -> None:
     """Merge the adapter in float32, and write a model directory with the base's tokenizer and chat template."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -213,7 +217,7 @@ def merge(job: TrlJob) -> None:
 def main() -> None:
     """Do one step of a job."""
     step, file = sys.argv[1:]
-    job = TrlJob(**json.loads(Path(file).read_text(encoding="utf-8")))
+    job = Job(**json.loads(Path(file).read_text(encoding="utf-8")))
     if step == "merge":
         merge(job)
     else:
