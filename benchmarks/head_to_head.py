@@ -172,13 +172,18 @@ def train(training: Training, arguments: argparse.Namespace, model_dir: Path, fo
         python = getattr(arguments, training.tool, None)
         job = Job(str(model_dir), str(rows), str(folder), training.seed, settings, training.tool, python)
         write_atomically(folder / "job.json", json.dumps(asdict(job)))
-        _run_step("train", training, folder)
+        run_step("train", training, folder)
         result = json.loads((folder / "result.json").read_text())
     wall, tokens = time.perf_counter() - started, result["tokens"]
     return result | {"wall_s": wall, "tokens_per_s": None if tokens is None else tokens / result["training_s"]}
 
 
-def _run_step(step: str, training: Training, folder: Path) -> None:
+def run_step(step: str, training: Training, folder: Path) -> None:
+    """Train or merge the job in a folder, in a process of its own.
+
+    Raises:
+        CheckpointError: It failed.
+    """
     is_elsewhere = step == "train" and training.tool in COMMANDS
     module = "benchmarks.head_to_head_peers" if is_elsewhere else "benchmarks.head_to_head_trl"
     if not (code := run_module(module, step, folder / "job.json")):
@@ -213,7 +218,7 @@ def find_merged(training: Training, folder: Path) -> Path:
     if training.tool == "fctune":
         return folder / "run" / "export" / "merged"
     if not (folder / "merged").is_dir():
-        _run_step("merge", training, folder)
+        run_step("merge", training, folder)
     return folder / "merged"
 
 

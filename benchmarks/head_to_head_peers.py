@@ -12,9 +12,9 @@ system message. For axolotl it is the dataset type ``chat_template`` with the ar
 tools as JSON strings, as the datasets package fills up objects with the keys of other rows.
 
 Both train packs of ``data.seq_len`` tokens, in which no conversation attends to another. Differences from fctune and
-TRL that no option removes: the warm-up begins at a learning rate of 0, so the first step changes nothing; axolotl rounds
-a warm-up that is a share of all steps down and takes 2 steps for 1, and its steps of an epoch are those of complete
-batches; LLaMA-Factory fills each pack up and reports no number of tokens.
+TRL that no option removes: the warm-up begins at a learning rate of 0, so its first step changes nothing; axolotl
+rounds a warm-up that is a share of all steps down and takes 2 steps for 1, and its steps of an epoch are those of
+complete batches; LLaMA-Factory fills each pack up and reports no number of tokens.
 """
 
 from __future__ import annotations
@@ -228,13 +228,13 @@ def count(out: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Train a job; 1 if the tool failed."""
+    """Train a job; the exit code of the tool if it failed."""
     _, file = sys.argv[1:]
     job = Job(**json.loads(Path(file).read_text(encoding="utf-8")))
     try:
         result = train(job)
     except subprocess.CalledProcessError as error:
-        return int(error.returncode != 0)
+        return max(1, int(error.returncode))  # a signal is negative
     write_atomically(Path(job.out, "result.json"), json.dumps(result, indent=1) + "\n")
     return 0
 

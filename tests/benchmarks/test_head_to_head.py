@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict, replace
 from math import comb
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.head_to_head import compare, format_report, main, sign_flip_p, summarize
+from benchmarks import head_to_head, head_to_head_peers
+from benchmarks.head_to_head import Training, compare, format_report, main, run_step, sign_flip_p, summarize
 from benchmarks.head_to_head_peers import COMMANDS, count, make_settings, to_json_strings, to_sharegpt
 from benchmarks.head_to_head_trl import Job
 from benchmarks.real_rows import to_cases, write_rows
-from fctune.base.errors import DataError
+from fctune.base.errors import CheckpointError, DataError
 from fctune.config.loading import load_config
 from fctune.data.synthetic import iter_conversations
 from fctune.tasks.evaluation.paired import mcnemar_p
@@ -144,6 +146,25 @@ def test_rows_keep_their_calls_and_results_in_the_forms_of_both_tools() -> None:
     assert strings["messages"][2]["tool_calls"][1]["function"]["arguments"] == '{"n": 0.1}'
     assert strings["tools"][0]["function"]["parameters"] == '{"type": "object"}'
     assert row["tools"][0]["function"]["parameters"] == {"type": "object"}
+
+
+def test_a_failed_training_says_what_the_tool_said_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python, rows, folder = tmp_path / "python", tmp_path / "rows.jsonl", tmp_path / "axolotl-full"
+    python.write_text("#!/bin/sh\necho $HF_HUB_OFFLINE $AXOLOTL_DO_NOT_TRACK $*\necho 'ValueError: no GPU'\nexit 3\n")
+    python.chmod(0o755)
+    rows.write_text("")
+    folder.mkdir()
+    job = replace(make_job("axolotl"), rows=str(rows), out=str(folder), python=str(python))
+    (folder / "job.json").write_text(json.dumps(asdict(job)))
+
+    def run_here(_: str, *words: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["", *map(str, words)])
+        return head_to_head_peers.main()
+
+    monkeypatch.setattr(head_to_head, "run_module", run_here)
+    with pytest.raises(CheckpointError, match=r"code 3; log\.txt ends with: ValueError: no GPU$"):
+        run_step("train", Training("axolotl", "full", 1, 1e-3), folder)
+    assert (folder / "log.txt").read_text().startswith("1 1 -m axolotl.cli.train config.yaml\n")
 
 
 def test_what_a_tool_does_not_report_is_null(tmp_path: Path) -> None:
