@@ -207,7 +207,7 @@ def test_both_tools_train_the_same_tokens_and_an_ended_part_is_kept(chatml_base:
     assert ours["steps"] == theirs["steps"] == 2
     assert ours["tokens"] == theirs["tokens"]
     assert ours["trained_parameters"] == theirs["trained_parameters"]
-    in_trl = report["rows"]["in_trl"]["objects, load_dataset, assistant_only_loss"]
+    in_trl = report["rows"]["in_trl"]["trl: objects, load_dataset, assistant_only_loss"]
     assert in_trl["kinds"] == {"equal": report["rows"]["counts"]["full"]["rows"]}  # apart from white space
     added = in_trl["tokens_trained"]["trl"] - in_trl["tokens_trained"]["fctune"]
     assert theirs["supervised_tokens"] == ours["supervised_tokens"] + 2 * added  # in each of two epochs
