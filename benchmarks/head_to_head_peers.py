@@ -33,7 +33,7 @@ import yaml
 from safetensors.torch import load_file
 
 from benchmarks.head_to_head_trl import Job
-from benchmarks.peer_rows import to_form
+from benchmarks.peer_rows import to_form, to_sharegpt, to_text_parameters
 from fctune.base.errors import ConfigError
 from fctune.base.files import write_atomically
 from fctune.base.launcher_watch import stop_with_parent
@@ -47,7 +47,6 @@ _SHAREGPT = {
     "formatting": "sharegpt",
     "columns": {"messages": "conversations", "system": "system", "tools": "tools"},
 }
-_ROLES = {"user": "human", "assistant": "gpt", "tool": "observation"}
 
 
 def find_version(tool: str, python: str) -> str:
@@ -64,35 +63,6 @@ def find_version(tool: str, python: str) -> str:
     if found.returncode:
         raise ConfigError(f"--{tool} {python}: has no {tool}. Pass the Python of an environment with it.")
     return found.stdout.strip()
-
-
-def to_sharegpt(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row, whose arguments are objects, in LLaMA-Factory's form of sharegpt.
-
-    It has no place for the text beside calls. Several results stand in one turn with the tags of the template between
-    them, as LLaMA-Factory's reader of OpenAI's format joins them.
-    """
-    turns: list[dict[str, str]] = []
-    for message in row["messages"]:
-        name, value = _ROLES.get(message["role"]), message["content"]
-        if calls := message.get("tool_calls"):
-            name, value = "function_call", json.dumps([call["function"] for call in calls], ensure_ascii=False)
-        if name == "observation" and turns and turns[-1]["from"] == name:
-            turns[-1]["value"] += f"\n</tool_response>\n<tool_response>\n{value}"
-        elif name:
-            turns.append({"from": name, "value": value})
-    system = "".join(message["content"] for message in row["messages"][:1] if message["role"] == "system")
-    tools = json.dumps(row["tools"], ensure_ascii=False) if row.get("tools") else ""
-    return {"conversations": turns, "system": system, "tools": tools}
-
-
-def to_json_strings(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with the arguments of calls and the parameters of tools as JSON strings."""
-    row = to_form(row, "strings")
-    for function in (tool["function"] for tool in row.get("tools") or ()):
-        if "parameters" in function:
-            function["parameters"] = json.dumps(function["parameters"])
-    return row
 
 
 def make_settings(job: Job) -> dict[str, Any]:
@@ -184,8 +154,11 @@ def train(job: Job) -> dict[str, Any]:
     """
     assert job.python is not None
     out = Path(job.out)
-    convert = to_sharegpt if job.tool == "llamafactory" else to_json_strings
-    rows = [convert(json.loads(line)) for line in Path(job.rows).read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in Path(job.rows).read_text(encoding="utf-8").splitlines()]
+    if job.tool == "llamafactory":
+        rows = list(map(to_sharegpt, rows))
+    else:
+        rows = [to_text_parameters(to_form(row, "strings")) for row in rows]
     write_atomically(out / _ROWS, "".join(json.dumps(row) + "\n" for row in rows))
     write_atomically(out / "dataset_info.json", json.dumps({"rows": _SHAREGPT}))
     write_atomically(out / "config.yaml", yaml.safe_dump(make_settings(job)))

@@ -55,6 +55,7 @@ VARIANTS = {  # by tool: form of the arguments, and how the tool gets the rows
     "llamafactory": (("objects", "sharegpt"), ("objects", "openai"), ("strings", "openai")),
     "axolotl": (("objects", "chat_template"), ("strings", "chat_template"), ("strings", "parameters")),
 }
+_SHAREGPT_ROLES = {"user": "human", "assistant": "gpt", "tool": "observation"}
 _SHOWN = 120  # characters of a difference
 
 Prepared = tuple[list[int], list[bool]]  # token ids, and which of them are trained
@@ -81,6 +82,43 @@ def to_form(row: dict[str, Any], form: str) -> dict[str, Any]:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             call["function"]["arguments"] = json.dumps(arguments) if form == "strings" else arguments
     return row
+
+
+def to_sharegpt(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row, whose arguments are objects, in LLaMA-Factory's form of sharegpt.
+
+    The text beside calls has no place in it. A turn ``function_call`` holds JSON, of a call or, as in LLaMA-Factory's
+    own code, of a list of calls. Several results stand in one turn with the tags of the template between them, as its
+    reader of OpenAI's format joins them.
+    """
+    turns = list[dict[str, Any]]()
+    for message in row["messages"]:
+        name, value = _SHAREGPT_ROLES.get(message["role"]), message["content"]
+        if calls := message.get("tool_calls"):
+            calls = [call["function"] for call in calls]
+            name, value = "function_call", json.dumps(calls if len(calls) > 1 else calls[0], ensure_ascii=False)
+        if name == "observation" and turns and turns[-1]["from"] == name:
+            turns[-1]["value"] += f"\n</tool_response>\n<tool_response>\n{value}"
+        elif name:
+            turns.append({"from": name, "value": value})
+    system = "".join(message["content"] for message in row["messages"][:1] if message["role"] == "system")
+    tools = json.dumps(row["tools"], ensure_ascii=False) if row.get("tools") else ""
+    return {"conversations": turns, "system": system, "tools": tools}
+
+
+def to_text_parameters(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the parameters of its tools as JSON strings, as axolotl's documentation recommends.
+
+    It does so for parameters of one name that have several types, and for the arguments of calls.
+    """
+    row = json.loads(json.dumps(row))
+    for function in (tool["function"] for tool in row.get("tools") or ()):
+        if "parameters" in function:
+            function["parameters"] = json.dumps(function["parameters"])
+    return row
+
+
+_LAYOUTS = {"sharegpt": to_sharegpt, "parameters": to_text_parameters}
 
 
 def prepare_with_trl(rows: Sequence[dict[str, Any]], model_dir: Path, how: str) -> list[Prepared | None] | str:
@@ -138,12 +176,14 @@ def prepare_elsewhere(
     Raises:
         ConfigError: The process failed, such as for lack of the tool.
     """
+    rows = list(map(_LAYOUTS[layout], rows)) if layout in _LAYOUTS else rows
     with tempfile.TemporaryDirectory() as folder:
         file, result = write_rows(rows, folder), Path(folder, "result.json")
         script = Path(__file__).with_name(f"peer_rows_{tool}.py")
+        layouts = [layout] if tool == "llamafactory" else []  # which has two readers
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         done = subprocess.run(
-            [python, "-P", str(script), str(model_dir.resolve()), str(file), str(result), layout],
+            [python, "-P", str(script), str(model_dir.resolve()), str(file), str(result), *layouts],
             capture_output=True,
             text=True,
             env=environment,

@@ -1,13 +1,10 @@
 """Prepare rows with axolotl; ``benchmarks.peer_rows`` runs this file with a Python that has it.
 
-    PYTHON benchmarks/peer_rows_axolotl.py MODEL ROWS RESULT chat_template|parameters
+    PYTHON benchmarks/peer_rows_axolotl.py MODEL ROWS RESULT
 
 axolotl reads the rows and encodes them as its training does, with the dataset type ``chat_template``, the model's own
 template, which is the default, and the default of what is trained: the turns of the assistant and the tokens that end
 them. The rows are neither shuffled nor dropped for their length.
-
-``parameters`` also writes the ``parameters`` of tools as JSON strings, as axolotl's documentation recommends if
-parameters of one name have several types; it recommends the same for arguments.
 
 RESULT is a JSON file: ``version``, and ``rows``, which has ``[ids, is_trained]`` for each row. If the rows were refused
 it has ``refused``, the error, in place of ``rows``.
@@ -29,11 +26,8 @@ from axolotl.common.datasets import load_datasets
 from axolotl.utils.dict import DictDefault
 
 
-def prepare(model: str, rows: list[dict[str, Any]], layout: str, folder: str) -> list[list[Any] | None]:
+def prepare(model: str, rows: list[dict[str, Any]], folder: str) -> list[list[Any] | None]:
     """Return ``[ids, is_trained]`` of each row."""
-    for function in (tool["function"] for row in rows for tool in row.get("tools", ())):
-        if layout == "parameters" and "parameters" in function:
-            function["parameters"] = json.dumps(function["parameters"])
     file = Path(folder, "rows.jsonl")
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = {
@@ -55,13 +49,13 @@ def prepare(model: str, rows: list[dict[str, Any]], layout: str, folder: str) ->
     return [[row["input_ids"], [label != -100 for label in row["labels"]]] for row in prepared]
 
 
-def main(model: str, rows: str, result: str, layout: str) -> None:
+def main(model: str, rows: str, result: str) -> None:
     """Write the result."""
     lines = Path(rows).read_text(encoding="utf-8").splitlines()
     found: dict[str, Any] = {"version": version("axolotl")}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found["rows"] = prepare(model, [json.loads(line) for line in lines], layout, folder)
+            found["rows"] = prepare(model, [json.loads(line) for line in lines], folder)
         except Exception as error:  # of any kind: it is what the user sees
             cause = error.__cause__ or error
             found["refused"] = f"{type(cause).__name__}: {cause}"

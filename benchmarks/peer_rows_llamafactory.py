@@ -5,10 +5,8 @@
 LLaMA-Factory reads the rows and encodes them as its training does, with its template ``qwen``, which its list of models
 names for Qwen2.5, and the defaults of its arguments, except that no row is cut (``cutoff_len``).
 
-``sharegpt`` is the format that its documentation has for calls: a turn ``function_call`` holds JSON, of a call or of a
-list of calls as in LLaMA-Factory's own code, and a turn ``observation`` holds results. Several results stand in one
-turn with the tags of the template between them, as its reader of OpenAI's format joins them. ``openai`` is that reader:
-it gets the rows as they are.
+``sharegpt`` is the format that its documentation has for calls, which ``peer_rows.to_sharegpt`` makes; ``openai`` is
+its reader of OpenAI's format, which gets the rows as they are.
 
 RESULT is a JSON file: ``version``, and ``rows``, which has for each row ``[ids, is_trained]`` or null if it is dropped.
 If the rows were refused it has ``refused``, the error, in place of ``rows``.
@@ -46,29 +44,10 @@ SHAREGPT = {
     "formatting": "sharegpt",
     "columns": {"messages": "conversations", "system": "system", "tools": "tools"},
 }
-_NAMES = {"user": "human", "assistant": "gpt", "tool": "observation"}
-
-
-def to_sharegpt(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row in LLaMA-Factory's form of sharegpt; the text beside calls has no place in it."""
-    turns = list[dict[str, Any]]()
-    for message in row["messages"]:
-        name, value = _NAMES.get(message["role"]), message["content"]
-        if calls := message.get("tool_calls"):
-            calls = [call["function"] for call in calls]
-            name, value = "function_call", json.dumps(calls if len(calls) > 1 else calls[0], ensure_ascii=False)
-        if name == "observation" and turns and turns[-1]["from"] == name:
-            turns[-1]["value"] += f"\n</tool_response>\n<tool_response>\n{value}"
-        elif name:
-            turns.append({"from": name, "value": value})
-    system = "".join(message["content"] for message in row["messages"][:1] if message["role"] == "system")
-    tools = json.dumps(row["tools"], ensure_ascii=False) if "tools" in row else ""
-    return {"conversations": turns, "system": system, "tools": tools}
 
 
 def prepare(model: str, rows: list[dict[str, Any]], layout: str, folder: str) -> list[list[Any] | None]:
     """Return ``[ids, is_trained]`` of each row, or None if LLaMA-Factory drops it."""
-    rows = [to_sharegpt(row) for row in rows] if layout == "sharegpt" else rows
     Path(folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     described = {"rows": {"file_name": "rows.jsonl"} | (SHAREGPT if layout == "sharegpt" else OPENAI)}
     Path(folder, "dataset_info.json").write_text(json.dumps(described), encoding="utf-8")

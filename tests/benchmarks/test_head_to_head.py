@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks import head_to_head, head_to_head_peers
 from benchmarks.head_to_head import Training, compare, format_report, main, run_step, sign_flip_p, summarize
-from benchmarks.head_to_head_peers import COMMANDS, count, make_settings, to_json_strings, to_sharegpt
+from benchmarks.head_to_head_peers import COMMANDS, count, make_settings
 from benchmarks.head_to_head_trl import Job
 from benchmarks.real_rows import to_cases, write_rows
 from fctune.base.errors import CheckpointError, DataError
@@ -122,30 +122,6 @@ def test_without_an_adapter_all_weights_are_trained() -> None:
     lf, axolotl = (make_settings(make_job(tool, "adapter=null")) for tool in COMMANDS)
     assert lf["finetuning_type"] == "full"
     assert "adapter" not in axolotl
-
-
-def test_rows_keep_their_calls_and_results_in_the_forms_of_both_tools() -> None:
-    calls = [{"type": "function", "function": {"name": name, "arguments": {"n": 0.1}}} for name in "fg"]
-    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Both."},
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "content": "1"},
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "1 and 2."},
-    ]
-    row = {"messages": messages, "tools": tools}
-    sharegpt = to_sharegpt(row)
-    assert [turn["from"] for turn in sharegpt["conversations"]] == ["human", "function_call", "observation", "gpt"]
-    assert json.loads(sharegpt["conversations"][1]["value"]) == [call["function"] for call in calls]
-    assert sharegpt["conversations"][2]["value"] == "1\n</tool_response>\n<tool_response>\n2"
-    assert sharegpt["system"] == "Be brief."
-    assert json.loads(sharegpt["tools"]) == tools
-    strings = to_json_strings(row)
-    assert strings["messages"][2]["tool_calls"][1]["function"]["arguments"] == '{"n": 0.1}'
-    assert strings["tools"][0]["function"]["parameters"] == '{"type": "object"}'
-    assert row["tools"][0]["function"]["parameters"] == {"type": "object"}
 
 
 def test_a_failed_training_says_what_the_tool_said_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

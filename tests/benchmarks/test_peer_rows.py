@@ -25,6 +25,8 @@ from benchmarks.peer_rows import (
     mark,
     prepare_elsewhere,
     to_form,
+    to_sharegpt,
+    to_text_parameters,
 )
 from fctune.data.chat_template import ChatTemplate
 from tests.conftest import ROOT
@@ -163,6 +165,30 @@ def write_row(path: Path) -> Path:
     ]
     path.write_text(json.dumps({"messages": messages, "tools": tools}) + "\n")
     return path
+
+
+def test_rows_keep_their_calls_and_results_in_the_forms_of_both_tools() -> None:
+    calls = [{"type": "function", "function": {"name": name, "arguments": {"n": 0.1}}} for name in "fg"]
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Both."},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "1 and 2."},
+    ]
+    row = {"messages": messages, "tools": tools}
+    sharegpt = to_sharegpt(row)
+    assert [turn["from"] for turn in sharegpt["conversations"]] == ["human", "function_call", "observation", "gpt"]
+    assert json.loads(sharegpt["conversations"][1]["value"]) == [call["function"] for call in calls]
+    assert sharegpt["conversations"][2]["value"] == "1\n</tool_response>\n<tool_response>\n2"
+    assert sharegpt["system"] == "Be brief."
+    assert json.loads(sharegpt["tools"]) == tools
+    strings = to_text_parameters(to_form(row, "strings"))
+    assert strings["messages"][2]["tool_calls"][1]["function"]["arguments"] == '{"n": 0.1}'
+    assert strings["tools"][0]["function"]["parameters"] == '{"type": "object"}'
+    assert row["tools"][0]["function"]["parameters"] == {"type": "object"}
 
 
 @pytest.mark.parametrize("tool", ["llamafactory", "axolotl"])
