@@ -197,6 +197,7 @@ def test_a_second_run_repeats_nothing_and_a_changed_one_is_refused(
         path.write_text(text)
 
 
+@pytest.mark.thorough
 def test_a_step_whose_output_is_gone_is_repeated(
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_step_whose_output_is_gone_is_repeated(
     assert [line.partition(":")[0] for line in output.splitlines() if line.endswith("not repeated")] == STEPS[:3]
 
 
+@pytest.mark.thorough
 def test_a_result_that_a_later_gate_stopped_is_not_offered(
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,6 +247,7 @@ def test_a_result_that_a_later_gate_stopped_is_not_offered(
         assert main(tuned.command) == tuned.code
 
 
+@pytest.mark.thorough
 def test_a_result_that_a_later_gate_cleared_is_offered(
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,6 +274,7 @@ def test_a_result_that_a_later_gate_cleared_is_offered(
         assert main(tuned.command) == tuned.code
 
 
+@pytest.mark.thorough
 def test_a_result_that_an_earlier_gate_still_blocks_is_told_at_each_start(
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,6 +321,7 @@ def test_the_directory_of_a_tune_is_taken_wherever_a_run_is(
     assert history.run == run
 
 
+@pytest.mark.thorough
 def test_the_gate_s_settings_can_be_changed_after_training(
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,6 +366,7 @@ def tune_as_typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return main(list(words))
 
 
+@pytest.mark.thorough
 def test_gate_settings_that_change_while_training_is_stopped_are_no_edit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -427,6 +433,7 @@ def test_a_remedy_is_a_command_of_tune_that_keeps_the_edits_and_the_rows_that_we
     assert parse_share(mended.data.replay.share) > 0.2
 
 
+@pytest.mark.thorough
 def test_a_remedy_trains_the_edited_config_if_tune_has_no_option_for_the_edit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -659,6 +666,7 @@ def test_clean_leaves_out_unusable_rows_and_names_them(
     assert "not repeated" not in output
 
 
+@pytest.mark.thorough
 def test_rows_that_take_away_cannot_change_are_trained_without_it_whatever_else_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -714,6 +722,7 @@ def test_rows_of_an_agent_get_the_tools_that_are_named(
     assert load_run_config("out/tune.yaml").data.sources[0].path == "out/rows/1.jsonl"
 
 
+@pytest.mark.thorough
 def test_the_commands_that_are_named_read_the_rows_in_the_same_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -303,6 +303,7 @@ def test_the_planned_peak_of_a_small_model_is_within_a_twentieth_of_the_trackers
     assert compare(Case(str(model_dir), setting, raw))["error"] == pytest.approx(0, abs=0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("raw", "setting", "beta", "vocab_size"),
     [

@@ -315,6 +315,7 @@ def test_a_killed_run_resumes_without_asking_for_a_row_twice(
     assert out.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_rows_that_are_finished_behind_a_slow_one_survive_a_kill(
     number: signal.Signals, tools: Path, tmp_path: Path
