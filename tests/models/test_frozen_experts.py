@@ -147,14 +147,14 @@ def test_loss_and_gradients_are_those_of_dequantised_experts(
     kind: Kind, family: str, bases: dict[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fctune.models.frozen_experts.CHUNK_ELEMENTS", 3 * 96 * 256 + 1)  # experts in two parts
-    ours, plain = make_pair(kind, bases[kind, family], torch.float32, dropout=0.1)
+    # In float32, some processors sum the products of both in another order, which differs by more than the bound.
+    ours, plain = make_pair(kind, bases[kind, family], torch.float64, dropout=0.1)
     tokens = draw_ids(2, 20)
     found, expected = run(ours, tokens), run(plain, tokens)
     assert found.keys() == expected.keys()
     assert len(found) == 1 + 2 * 3 * 2
     for name, value in expected.items():
-        # The products of both may be summed in another order, which on some processors differs by 4e-6 of the largest.
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6 * float(value.abs().max()), msg=name)
         assert float(value.abs().max()) > 0
 
 
