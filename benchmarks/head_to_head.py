@@ -44,9 +44,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.head_to_head_peers import COMMANDS, LOG, find_version
+from benchmarks.head_to_head_peers import COMMANDS, LOG
 from benchmarks.head_to_head_trl import Job
-from benchmarks.peer_rows import to_form
+from benchmarks.peer_rows import find_version, to_form
 from benchmarks.real_arguments import add_model_options, check_model, run_benchmark
 from benchmarks.real_measuring import CATEGORIES, UNSEEN, SplitName, Subject, answers_dir, load_suites, measure
 from benchmarks.real_model import find_public_files, run_module, train_once

@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 
 from benchmarks.head_to_head_trl import Job
 from benchmarks.peer_rows import to_form, to_sharegpt, to_text_parameters
-from fctune.base.errors import ConfigError
+from benchmarks.peer_rows_elsewhere import SHAREGPT
 from fctune.base.files import write_atomically
 from fctune.base.launcher_watch import stop_with_parent
 from fctune.config.intervals import parse_interval
@@ -42,27 +42,6 @@ from fctune.config.intervals import parse_interval
 COMMANDS = {"llamafactory": ("llamafactory.cli", "train"), "axolotl": ("axolotl.cli.train",)}
 LOG = "log.txt"
 _ROWS = "rows.jsonl"
-_SHAREGPT = {
-    "file_name": _ROWS,
-    "formatting": "sharegpt",
-    "columns": {"messages": "conversations", "system": "system", "tools": "tools"},
-}
-
-
-def find_version(tool: str, python: str) -> str:
-    """Return the version of a tool in an environment.
-
-    Raises:
-        ConfigError: The environment does not have the tool.
-    """
-    code = f"from importlib.metadata import version; print(version('{tool}'))"
-    try:
-        found = subprocess.run([python, "-c", code], capture_output=True, text=True)
-    except OSError as error:
-        raise ConfigError(f"--{tool} {python}: {error.strerror}. Pass the Python of an environment with it.") from None
-    if found.returncode:
-        raise ConfigError(f"--{tool} {python}: has no {tool}. Pass the Python of an environment with it.")
-    return found.stdout.strip()
 
 
 def make_settings(job: Job) -> dict[str, Any]:
@@ -160,7 +139,7 @@ def train(job: Job) -> dict[str, Any]:
     else:
         rows = [to_text_parameters(to_form(row, "strings")) for row in rows]
     write_atomically(out / _ROWS, "".join(json.dumps(row) + "\n" for row in rows))
-    write_atomically(out / "dataset_info.json", json.dumps({"rows": _SHAREGPT}))
+    write_atomically(out / "dataset_info.json", json.dumps({"rows": SHAREGPT}))
     write_atomically(out / "config.yaml", yaml.safe_dump(make_settings(job)))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1", "HF_DATASETS_CACHE": str(out / "cache")}

@@ -9,8 +9,8 @@ renders the rows with its training template for the model if it has one. ``load_
 file, and ``from_list`` takes them from memory; both are functions of the datasets package, as it is without options.
 Without ``assistant_only_loss``, which is TRL's default, the loss covers every token.
 
-LLaMA-Factory and axolotl each have an environment of their own; PYTHON is its interpreter. ``peer_rows_llamafactory``
-and ``peer_rows_axolotl`` say how they get the rows.
+LLaMA-Factory and axolotl each have an environment of their own; PYTHON is its interpreter. ``peer_rows_elsewhere`` says
+how they get the rows.
 
 Each row counts once in ``kinds``, by the first difference in this order: the tool drops it; its text differs; its text
 is equal, but the tool does not train a token that fctune trains, or trains one that fctune does not.
@@ -168,22 +168,38 @@ def write_rows(rows: Sequence[dict[str, Any]], folder: str) -> Path:
     return file
 
 
+def find_version(tool: str, python: str) -> str:
+    """Return the version of a tool in an environment.
+
+    Raises:
+        ConfigError: The environment does not have the tool.
+    """
+    code = f"from importlib.metadata import version; print(version('{tool}'))"
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(f"--{tool} {python}: {error.strerror}. Pass the Python of an environment with it.") from None
+    if found.returncode:
+        raise ConfigError(f"--{tool} {python}: has no {tool}. Pass the Python of an environment with it.")
+    return found.stdout.strip()
+
+
 def prepare_elsewhere(
     tool: str, python: str, rows: Sequence[dict[str, Any]], model_dir: Path, layout: str
 ) -> tuple[str, list[Prepared | None] | str]:
     """Return the version of a tool in another environment, and its rows, None for each it drops, or its error.
 
     Raises:
-        ConfigError: The process failed, such as for lack of the tool.
+        ConfigError: The environment does not have the tool, or the process failed.
     """
+    found_version = find_version(tool, python)
     rows = list(map(_LAYOUTS[layout], rows)) if layout in _LAYOUTS else rows
     with tempfile.TemporaryDirectory() as folder:
-        file, result = write_rows(rows, folder), Path(folder, "result.json")
-        script = Path(__file__).with_name(f"peer_rows_{tool}.py")
-        layouts = [layout] if tool == "llamafactory" else []  # which has two readers
+        write_rows(rows, folder)
+        script = Path(__file__).with_name("peer_rows_elsewhere.py")
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         done = subprocess.run(
-            [python, "-P", str(script), str(model_dir.resolve()), str(file), str(result), *layouts],
+            [python, "-P", str(script), tool, str(model_dir.resolve()), folder, layout],
             capture_output=True,
             text=True,
             env=environment,
@@ -191,10 +207,10 @@ def prepare_elsewhere(
         )
         if done.returncode:
             raise ConfigError(f"--{tool} {python}: {done.stderr.strip()[-1_000:]}")
-        found = json.loads(result.read_text(encoding="utf-8"))
+        found = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
     if "refused" in found:
-        return found["version"], found["refused"]
-    return found["version"], [row and (row[0], row[1]) for row in found["rows"]]
+        return found_version, found["refused"]
+    return found_version, [row and (row[0], row[1]) for row in found["rows"]]
 
 
 def mark(prepared: Prepared, decode: Callable[..., str]) -> Marked:
