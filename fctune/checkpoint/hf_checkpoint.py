@@ -88,6 +88,14 @@ class HFWeights(ABC):
             CheckpointError: A tensor is missing or has another shape.
         """
 
+    def prepare(self, model: CausalLM) -> None:
+        """Look up all names that ``write`` needs, in the thread that trains.
+
+        transformers builds the model without weights for them, and until it has, torch's default dtype and
+        ``nn.Module`` are changed in all threads: in a thread that saves, it would change what the others compute.
+        """
+        self.list_parts({name: parameter.detach() for name, parameter in named_trainable(model).items()})
+
     def write(self, folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[FileRecord]:
         """Write staged weights, keyed by our names, with configs and tokenizer. Every rank calls it.
 

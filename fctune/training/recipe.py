@@ -293,7 +293,9 @@ class FineTuning(ABC):
         elastic_s = choose_elastic_interval(planned.model, config, planned.layout, planned.num_steps, world)
         state = start_state(planned.model, config, planned.num_steps, self.load_checkpoint(planned))
         source = self.open_source(planned)
-        checkpointer = Checkpointer(state, self.hf_weights(planned), source, planned.facts, world)
+        weights = self.hf_weights(planned)
+        distributed.run_on_all_ranks(lambda: weights.prepare(state.model))
+        checkpointer = Checkpointer(state, weights, source, planned.facts, world)
         if run.resume is not None:
             checkpointer.restore_(run.resume)
         watch = HangWatch(

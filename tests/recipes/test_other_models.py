@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import accelerate
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fctune.base.distributed import World
 from tests.models.tiny_models import copy_tokenizer
 from tests.ranks import run_ranks
 from tests.recipes.recipe_runs import CONFIGS, run_on_rank
@@ -22,6 +26,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def run_and_list_builders(world: World, argv: list[str]) -> dict[str, Any]:
+    """Run the recipe; returns the threads in which models were built without weights, too."""
+    threads, build = set(), accelerate.init_empty_weights
+
+    def record(*arguments: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return build(*arguments, **options)
+
+    with patch.object(accelerate, "init_empty_weights", record):
+        return run_on_rank(world, argv) | {"builders": threads}
+
+
 @pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "gpt_oss"])
 def test_a_model_from_transformers_trains_on_two_ranks_and_its_export_loads(family: str, tmp_path: Path) -> None:
     tokens = copy_tokenizer(tmp_path / "model")
@@ -31,8 +47,10 @@ def test_a_model_from_transformers_trains_on_two_ranks_and_its_export_loads(fami
     overrides = [f"model.path={tmp_path / 'model'}", "max_steps=3", "data.sources.0.path=synthetic:train:60:1"]
     overrides += ["adapter.modules=all-linear", "data.seq_len=512", "data.overlong=drop", "validation.every=0"]
     argv = ["--config", CONFIGS["lora"], f"output_dir={tmp_path / 'run'}", *overrides]
-    results = run_ranks(run_on_rank, 2, argv)
+    results = run_ranks(run_and_list_builders, 2, argv)
     assert [result["code"] for result in results] == [0, 0], results
+    # A thread that saves would change torch's default dtype under the one that trains.
+    assert [result["builders"] for result in results] == [{"MainThread"}] * 2
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
