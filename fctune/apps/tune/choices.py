@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,27 @@ class PreparedFacts:
     prints_reasoning: bool = False  # the model's template does
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shipped:
-    """A shipped LoRA config and the model that it trains."""
+    """A shipped LoRA config and the model that it trains, whose sizes are read when they are asked for."""
 
     name: str
     path: Path
     model: str
-    family: str
-    num_weights: int
+
+    @cached_property
+    def family(self) -> str:
+        """Return the model's ``model_type``."""
+        return _family(self._architecture)
+
+    @cached_property
+    def num_weights(self) -> int:
+        """Number of the model's weights, adapters not counted."""
+        return count_weights(self._architecture)
+
+    @cached_property
+    def _architecture(self) -> Architecture:
+        return find_architecture(resolve_shipped_path(self.model))[0]
 
 
 class Draft:
@@ -335,8 +348,9 @@ def find_fit(config: RunConfig, architecture: Architecture, model_dir: Path | No
     return max(fitting, key=lambda variant: variant.tokens_per_s_per_gpu, default=None)
 
 
-def list_shipped() -> list[Shipped]:
-    """Return the shipped configs for supervised LoRA, one of each model, the largest model first."""
+@cache  # reads all configs, for each draft of a config
+def list_shipped() -> tuple[Shipped, ...]:
+    """Return the shipped configs for supervised LoRA, one of each model."""
     found: dict[str, Shipped] = {}
     for path in list_shipped_configs():
         values = compose_config(path, RunConfig).values
@@ -344,26 +358,25 @@ def list_shipped() -> list[Shipped]:
             continue
         model = str(values["model"]["path"])
         name = parse_name(model)
-        architecture, _, _ = find_architecture(resolve_shipped_path(model))
         model = f"hf:{name[0]}" if name else model
         # Of two configs of a model, the first one by name has the base in the run's precision.
-        found.setdefault(model, Shipped(path.stem, path, model, _family(architecture), count_weights(architecture)))
-    return sorted(found.values(), key=lambda shipped: -shipped.num_weights)
+        found.setdefault(model, Shipped(path.stem, path, model))
+    return tuple(found.values())
 
 
 def choose_shipped(model: str, architecture: Architecture) -> tuple[Shipped, str]:
     """Choose the shipped config of a model, or of the nearest, preferring its family; returns it with the reason."""
-    num_weights, family = count_weights(architecture), _family(architecture)
-    all_shipped = list_shipped()
-    exact = next((shipped for shipped in all_shipped if _is_same_model(model, shipped.model)), None)
+    exact = next((shipped for shipped in list_shipped() if _is_same_model(model, shipped.model)), None)
     if exact is not None:
         return exact, f"as {exact.name}.yaml, the shipped config of this model"
+    num_weights, family = count_weights(architecture), _family(architecture)
 
     def distance(shipped: Shipped) -> float:
         of_size = abs(math.log(shipped.num_weights / num_weights))
         return of_size + (0 if shipped.family == family else _OTHER_FAMILY)
 
-    nearest = min(all_shipped, key=distance)
+    # Of equally near ones the larger model's.
+    nearest = min(list_shipped(), key=lambda shipped: (distance(shipped), -shipped.num_weights))
     relation = "the same family" if nearest.family == family else "the nearest size"
     sizes = f"{format_weights(nearest.num_weights)}, this one has {format_weights(num_weights)}"
     return nearest, f"as {nearest.name}.yaml, {relation} ({sizes})"

@@ -10,8 +10,10 @@ from fctune.base.gpus import GIB, GPUS, Gpu
 from fctune.config.intervals import format_count
 
 _CPU = "CPU"
-# The products that are timed: a pack's tokens by a hidden size. Single ones are much faster than those of a run.
-_TIMED_SHAPE = (2048, 1024)
+# The products that are timed: a pack's tokens by a hidden size. Single ones are much faster than those of a run, except
+# where a dtype is emulated: a pack would take seconds, at the same rate as few tokens.
+_TIMED_TOKENS, _TIMED_DIM = 2048, 1024
+_EMULATED_TOKENS = 64
 _TIMED_S = 0.3
 _MUCH_FASTER = 2.0  # the rest of a step is not faster in bfloat16
 
@@ -85,9 +87,11 @@ def _describe_processors() -> Gpu:
     import psutil
     import torch
 
+    from fctune.models.precision import is_emulated
+
     tflops = {}
     for dtype in (torch.float32, torch.bfloat16):
-        num_tokens, dim = _TIMED_SHAPE
+        num_tokens, dim = _EMULATED_TOKENS if is_emulated(dtype) else _TIMED_TOKENS, _TIMED_DIM
         tokens, weight = torch.ones(num_tokens, dim, dtype=dtype), torch.ones(dim, dim, dtype=dtype)
         tokens @ weight  # the first one prepares
         products, started = 0, time.perf_counter()
