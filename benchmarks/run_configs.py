@@ -5,8 +5,9 @@
 Each training config runs through ``fctune train``: with its model's own layers and chat template
 (``benchmarks/deep_models.py``), rows in the shape of the data sets that it names, and compiled if it says so. The run
 is stopped after its first step and resumed; it validates, evaluates, saves and exports, and transformers loads the
-export. Only sizes change: see ``override``. A config that ships uncompiled runs once more compiled, if no other config
-compiles that family. The acceptance configs run through their own recipe.
+export. Only sizes change (see ``override``), and bfloat16 to float32 where it is emulated and too slow. A config that
+ships uncompiled runs once more compiled, if no other config compiles that family. The acceptance configs run through
+their own recipe.
 
 The processes of a run are forks of one that has imported the libraries (``benchmarks/warm_python.py``); ``--cold``
 starts new ones. Prints a table, also on failure, and writes ``benchmarks/results/configs.json``; each row names the
@@ -56,6 +57,7 @@ from fctune.config.shipped import list_shipped_configs
 from fctune.data.prepared_set import PreparedSet, open_prepared
 from fctune.data.synthetic import iter_conversations
 from fctune.models.hub import parse_name
+from fctune.models.precision import is_emulated
 from fctune.models.sources import find_public_config
 from fctune.tasks.environments.calendar import Calendar
 from fctune.tasks.environments.files import Files
@@ -146,6 +148,7 @@ class Row:
     layers: str = ""
     template: str = ""
     compiled: str = "no"
+    precision: str = "as configured"
     graphs: list[int] = field(default_factory=list)  # after each step of a process that compiles
     rows_read: int = 0
     rows_used: int = 0
@@ -216,6 +219,8 @@ def override(name: str, config: RunConfig, output_dir: Path) -> list[str]:
         values |= {"adapter.rank": 4, "adapter.alpha": 8}
     if lacks_template(config):
         values["model.chat_template"] = SHIPPED_TEMPLATE
+    if config.precision == "bf16" and is_emulated(torch.bfloat16):
+        values["precision"] = "fp32"  # configs with bf16_mixed compute in bfloat16 even there
     return [f"{key}={value}" for key, value in values.items()]
 
 
@@ -387,6 +392,8 @@ def run_training(path: Path, runner: Runner, row: Row, compiles_again: bool) -> 
             model_dir = place_model(runner.folder / "hub", config.model.path, iter_texts())
     row.model, row.layers = model_name(config), describe_layers(model_dir)
     row.template = describe_template(config)
+    if given := next((o for o in overrides if o.startswith("precision=")), None):
+        row.precision = f"{given.partition('=')[2]}, because this processor emulates bfloat16"
     backend = "inductor" if path.stem in INDUCTOR else "aot_eager"
     row.compiled = backend if config.compile else "no"
     lines = train_in_two_parts(path, runner, row, overrides, backend if config.compile else None)
