@@ -67,6 +67,9 @@ def add_commands(commands: Any) -> None:
     gate.add_argument("--tuned-name", metavar="NAME", help="name of the result on its server")
     gate.add_argument("--streamed", action="store_true", default=None, help="servers: also ask with streamed answers")
     gate.add_argument("--guided", action="store_true", default=None, help="servers: also ask with guided decoding")
+    gate.add_argument(
+        "--base-answers", metavar="DIR", help="earlier gate whose answers of the base are taken over where they fit"
+    )
     gate.add_argument("--fresh", action="store_true", help="discard the answers in DIR")
     eval_options.add_benchmark_options(gate)
     gate.set_defaults(run=_gate, command_parser=gate)
@@ -125,7 +128,7 @@ def _read_config(arguments: argparse.Namespace) -> GateConfig:
     if arguments.run_config is None:  # the section that the run itself had
         values |= _read_run(arguments.tuned).get("gate") or {}
     names = ("thorough", "tolerance", "require_safe", "max_cases", "max_tokens", "max_new_tokens", "batch_size")
-    for name in (*names, "chat_template", "cases", "streamed", "guided"):
+    for name in (*names, "chat_template", "cases", "base_answers", "streamed", "guided"):
         if (value := getattr(arguments, name)) is not None:
             values[name] = value
     if arguments.benchmarks is not None:

@@ -400,8 +400,33 @@ def mend(run: str) -> list[str]:
         for name in causes
     ]
     judged = [replace(line, remedies=find_remedies(line, profile)) for line in judge_lines(lines, 0.1)]
-    (command,) = make_commands(combine(judged), history)
+    (command,) = make_commands(combine(judged), history, Path("out/gate"))
     return shlex.split(command)
+
+
+def test_a_gate_takes_over_the_answers_of_the_base_that_an_earlier_one_asked_for(
+    tuned: Tuned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, earlier = str(tuned.folder / "out" / "run"), tmp_path / "earlier"
+    shutil.copytree(tuned.folder / "out" / "gate", earlier)
+    path = earlier / "base.held_out.jsonl"
+    rows = [{**json.loads(line), "answer": "An answer that no model gives."} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def gate(name: str, *options: str) -> list[str]:
+        out = tmp_path / name
+        command = ["gate", "--base", str(TINY_BASE), "--tuned", run, "--out", str(out), "--base-answers", str(earlier)]
+        assert main([*command, *options]) in (0, 1)
+        return [json.loads(line)["answer"] for line in (out / "base.held_out.jsonl").read_text().splitlines()]
+
+    assert set(gate("same")) == {"An answer that no model gives."}
+    assert f"base: held_out, {len(rows)} cases, {len(rows)} of them answered before" in capsys.readouterr().err
+    assert "An answer that no model gives." not in gate("shorter", "--max-new-tokens", "8")
+    assert "no answers taken over" in (errors := capsys.readouterr().err)
+    assert "(max_new_tokens: was 48, is now 8)" in errors
+    path.unlink()
+    assert "An answer that no model gives." not in gate("absent", "--max-new-tokens", "8")
+    assert f"base: held_out, no answers taken over from {path} (it has none)" in capsys.readouterr().err
 
 
 def test_a_remedy_is_a_command_of_tune_that_keeps_the_edits_and_the_rows_that_were_mixed_in(

@@ -84,7 +84,7 @@ def run_gate(
         del answers[before.side][name]
     warnings += [_tell_kept(model) for model in (before, after) if model.num_kept]
     lines, not_run, missing = make_lines(plan, answers[before.side], answers[after.side])
-    judged, commands = _judge(lines, config.accepted_fall, history)
+    judged, commands = _judge(lines, config.accepted_fall, history, folder)
     blind = [f"{line.line.name}: {why}" for line in judged if (why := line.blindness or line.shortage) is not None]
     tables = make_tables(answers[before.side], answers[after.side])
     settings = _describe(config, path, plan)
@@ -133,7 +133,7 @@ def _tell_kept(model: GateModel) -> str:
 
 
 def _judge(
-    lines: Sequence[Line], tolerance: float, history: TrainingHistory | None
+    lines: Sequence[Line], tolerance: float, history: TrainingHistory | None, folder: Path
 ) -> tuple[list[JudgedLine], tuple[str, ...]]:
     """Judge the lines; returns them with remedies for falls, and the command that treats the worse ones (or all)."""
     judged = judge_lines(lines, tolerance)
@@ -147,7 +147,7 @@ def _judge(
                 profile.called_share = sum(outcome.after for outcome in line.outcomes) / len(line.outcomes)
     judged = [replace(one, remedies=find_remedies(one, profile)) if one.has_fallen else one for one in judged]
     worse = [one for one in judged if one.verdict == "worse"]
-    return judged, tuple(make_commands(combine(worse or judged), history))
+    return judged, tuple(make_commands(combine(worse or judged), history, folder))
 
 
 def _find_cases(named: str | Path | None, tuned: str) -> Path | None:

@@ -104,12 +104,19 @@ class GateModel:
             DataError: No case can be asked.
             ServerGoneError: The server failed as a whole, so that missing answers say nothing about the model.
         """
-        from fctune.tasks.evaluation.run import run_suite  # imports torch
+        from fctune.tasks.evaluation.run import describe_run, run_suite  # imports torch
 
-        engine, call_format = self.open(config)
+        engine, own_format = self.open(config)
+        call_format = suite.call_format or own_format
+        max_new_tokens = max(config.max_new_tokens, suite.max_new_tokens or 0)
         results = ResultsFile(folder / f"{self.side}.{suite.name}.jsonl")
+        tells_weights = not self.has_server or "served_digest" in engine.describe()
+        if config.base_answers is not None and self.side == "base" and tells_weights and not is_fresh:
+            earlier = Path(config.base_answers) / results.path.name
+            if reasons := results.take_over(earlier, describe_run(suite, engine, call_format, max_new_tokens)):
+                log(f"{self.side}: {suite.name}, no answers taken over from {earlier} ({'; '.join(reasons)})")
         kept = 0 if is_fresh else results.count()
-        if self.has_server and "served_digest" not in engine.describe():
+        if not tells_weights:
             self.num_kept += kept
         before = f", {kept:,} of them answered before" if kept else ""
         log(f"{self.side}: {suite.name}, {format_count(len(suite.all_cases), 'case')}{before}")
@@ -127,9 +134,9 @@ class GateModel:
             rows = run_suite(
                 suite,
                 engine,
-                suite.call_format or call_format,
+                call_format,
                 results,
-                max_new_tokens=max(config.max_new_tokens, suite.max_new_tokens or 0),
+                max_new_tokens=max_new_tokens,
                 num_at_once=4 * _CONCURRENCY if self.has_server else config.batch_size,
                 is_fresh=is_fresh,
                 on_row=count,

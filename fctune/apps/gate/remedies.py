@@ -12,6 +12,7 @@ from fctune.apps.gate.replay import SOURCES, ReplayMix
 from fctune.config.intervals import format_count, format_share, parse_share
 
 # Shares of the rows with tools that need no call: too few, enough if more are tried, and too many.
+_BASE_ANSWERS = "gate.base_answers"
 _SAME_SHARE = 0.95  # a command has shares rounded to tenths of a percent, and the rows may have changed a little since
 _FEW_NEGATIVES, _HALF_NEGATIVES, _MANY_NEGATIVES = 0.15, 0.4, 0.5
 _TAKEN_AWAY = 0.3  # rows without a call that are added for each row with tools
@@ -255,8 +256,14 @@ def combine(lines: Iterable[JudgedLine]) -> dict[str, str]:
     return combined | (ReplayMix.combine(mixed).to_overrides() if mixed else {})
 
 
-def make_commands(overrides: Mapping[str, str], history: TrainingHistory | None) -> list[str]:
-    """Return the command that trains the result again with the remedies; none without any."""
+def make_commands(overrides: Mapping[str, str], history: TrainingHistory | None, gate: Path) -> list[str]:
+    """Return the command that trains the result again with the remedies; none without any.
+
+    Args:
+        overrides: The remedies.
+        history: Training of the result.
+        gate: Directory of this gate, whose answers of the base a tune need not ask for again.
+    """
     if not overrides:
         return []
     words = [f"{key}={value}" for key, value in overrides.items()]
@@ -267,6 +274,8 @@ def make_commands(overrides: Mapping[str, str], history: TrainingHistory | None)
     if kept[:2] == ["fctune", "tune"]:  # whose --out holds the run's directory
         places = [index for index, word in enumerate(kept) if word == "--out"]
         dropped = {*places, *(index + 1 for index in places)}
-        kept = [word for index, word in enumerate(kept) if index not in dropped and not word.startswith("--out=")]
-        return [shlex.join([*kept, "--out", f"{Path(history.output_dir).parent}_mended", *words])]
+        replaced = ("--out=", f"{_BASE_ANSWERS}=")
+        kept = [word for index, word in enumerate(kept) if index not in dropped and not word.startswith(replaced)]
+        out = f"{Path(history.output_dir).parent}_mended"
+        return [shlex.join([*kept, "--out", out, *words, f"{_BASE_ANSWERS}={gate}"])]
     return [shlex.join([*kept, f"output_dir={history.output_dir.rstrip('/')}_mended", *words])]

@@ -21,6 +21,9 @@ class GateConfig:
 
     cases: Annotated[str | None, Null("the `held_out.jsonl` of the run")] = None
     """File of held-out cases with `messages`, `tools` and `expected_calls`: JSONL, or a suite in YAML."""
+    base_answers: Annotated[str | None, Null("ask the base")] = None
+    """Directory of an earlier gate. Its answers of the base are taken over where base, cases and settings are the same,
+    so that only the result is asked."""
     thorough: bool = False
     """Larger samples, which find falls of 5 points."""
     tolerance: Annotated[float | str | None, PERCENTAGE, Null("10%, or 5% if `thorough`")] = None

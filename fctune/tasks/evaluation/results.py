@@ -77,6 +77,35 @@ class ResultsFile:
             raise
         return finished
 
+    def take_over(self, earlier: str | Path, settings: Mapping[str, Any]) -> list[str]:
+        """Begin with the finished rows of another results file, if there are none here and its settings are these.
+
+        Args:
+            earlier: The other file, which may be missing.
+            settings: As for ``start``, which is called next.
+
+        Returns:
+            Why nothing was taken over; empty if it was, or if there are rows here.
+
+        Raises:
+            DataError: The other file has invalid rows.
+            ResultsError: The rows cannot be written.
+        """
+        if self.path.exists() or self._parts():
+            return []
+        rows = [row for row in read_rows(earlier, is_partial=True) if row.get("error") is None]
+        if not rows:
+            return ["it has none"]
+        if differences := _describe_changes(read_settings(earlier) or {}, json.loads(json.dumps(settings))):
+            return differences
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._write(self.settings_path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            self._replace(self.path, rows)
+        except OSError as error:
+            raise self._unwritable(error) from None
+        return []
+
     def append(self, row: Row) -> None:
         """Write one row and flush it, so that it survives this process."""
         try:

@@ -221,7 +221,7 @@ def test_the_command_of_a_run_is_repeated_with_all_remedies(tmp_path: Path) -> N
     judged = [
         JudgedLine(one.line, one.comparison, one.p_adjusted, 0.1, None, find_remedies(one, found)) for one in judged
     ]
-    (command,) = make_commands(combine(judged), history)
+    (command,) = make_commands(combine(judged), history, Path("gate"))
     _, _, name, *overrides = shlex.split(command)
     again = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
     assert again.output_dir == f"{run}_mended"
@@ -311,16 +311,20 @@ def test_rows_that_the_user_mixes_in_stay_and_are_not_fewer(
         "data.replay.sources=[{path: own.jsonl}]",
         "data.replay.share=50%",
     )
-    (command,) = make_commands(overrides, TrainingHistory("r", None, config={"output_dir": "r/run"}, command=typed))
+    trained = TrainingHistory("r", None, config={"output_dir": "r/run"}, command=typed)
+    (command,) = make_commands(overrides, trained, Path("r/gate"))
     assert command.count("own.jsonl") == command.count("data.replay.sources") == command.count("data.replay.share") == 1
 
 
 @pytest.mark.parametrize("named", [["--out", "runs/mine"], ["--out=runs/mine"], []])
 def test_a_tune_is_repeated_in_another_directory_with_the_remedies(named: list[str]) -> None:
-    command = ("fctune", "tune", "--data", "rows.jsonl", *named, "epochs=2")
+    command = ("fctune", "tune", "--data", "rows.jsonl", *named, "epochs=2", "gate.base_answers=runs/earlier/gate")
     history = TrainingHistory("runs/mine/run", None, config={"output_dir": "runs/mine/run"}, command=command)
-    (again,) = make_commands({"data.augment.take_away": "30%"}, history)
-    assert again == "fctune tune --data rows.jsonl epochs=2 --out runs/mine_mended data.augment.take_away=30%"
+    (again,) = make_commands({"data.augment.take_away": "30%"}, history, Path("runs/mine/gate"))
+    assert again == (
+        "fctune tune --data rows.jsonl epochs=2 --out runs/mine_mended data.augment.take_away=30% "
+        "gate.base_answers=runs/mine/gate"
+    )
 
 
 def test_too_few_rows_are_the_first_finding(tmp_path: Path) -> None:
