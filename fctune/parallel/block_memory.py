@@ -7,11 +7,12 @@ the meta device.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from fctune.config.schema import RunConfig
+from fctune.config.sections.adapter import AdapterConfig
 from fctune.models.architecture import Architecture, Block, ExpertShape, LinearShape
 from fctune.models.block_kinds import repeats_skipped
 from fctune.models.causal_lm import CausalLM
@@ -313,10 +315,19 @@ def trace_blocks(a: Architecture, config: RunConfig, width: int, mlp_tiles: int 
         width: Bytes per element in the compute dtype.
         mlp_tiles: Parts of a row in which MLPs are computed.
     """
-    model = build_shapes(a, config.data.row_tokens, PrecisionPolicy.uniform(_DTYPES[width]))
+    # Quantised weights keep the same activations.
+    adapter = None if config.adapter is None else json.dumps(asdict(replace(config.adapter, base="bf16")))
+    return _trace_blocks(a, config.data.row_tokens, adapter, width, mlp_tiles)
+
+
+@lru_cache(maxsize=16)  # a run plans its memory several times before it starts
+def _trace_blocks(
+    a: Architecture, row_tokens: int, adapter: str | None, width: int, mlp_tiles: int
+) -> TracedBlocks | None:
+    model = build_shapes(a, row_tokens, PrecisionPolicy.uniform(_DTYPES[width]))
     kinds = model.block_kinds()
-    if config.adapter is not None:
-        apply_lora_(model, replace(config.adapter, base="bf16"))  # quantised weights keep the same activations
+    if adapter is not None:
+        apply_lora_(model, AdapterConfig(**json.loads(adapter)))
     if mlp_tiles > 1:
         tile_mlps_(model, mlp_tiles)
     model.train()

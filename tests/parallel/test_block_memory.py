@@ -16,7 +16,7 @@ from fctune.models.planned_model import shape_model
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_model, build_shapes, find_public_config, parse_architecture
 from fctune.models.transformers.build import TransformersCausalLM
-from fctune.parallel.block_memory import trace_blocks
+from fctune.parallel.block_memory import _trace_blocks, trace_blocks
 from fctune.parallel.memory import MemoryModel
 from fctune.parallel.speed import count_flops
 from tests.conftest import ROOT
@@ -150,6 +150,7 @@ def test_two_blocks_of_a_kind_tell_what_all_of_them_keep(
     assert len(set(build_shapes(architecture, 256, PRECISION).block_kinds())) == num_kinds
     traced = trace_blocks(architecture, config, 4)
     monkeypatch.setattr(TransformersCausalLM, "block_kinds", each_its_own_kind)
+    _trace_blocks.cache_clear()
     assert traced == trace_blocks(architecture, config, 4)
 
 
