@@ -154,20 +154,26 @@ def test_logits_of_another_model_and_templates_of_another_are_failures(
     assert checks(make_model("llama"), like=ModelFiles(tiny_base))["logits"].status == "failed"
 
 
-def test_a_merged_export_has_the_logits_of_its_base_and_adapter(tmp_path: Path, tiny_base: Path) -> None:
-    """Held against PEFT, with the command as a script would use it."""
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_a_merged_export_has_the_logits_of_its_base_and_adapter(
+    stored: torch.dtype, tmp_path: Path, tiny_base: Path
+) -> None:
+    """Held against PEFT, with the command as a script would use it; the export is that of a run in float32."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    run = tmp_path / "run"
-    tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_base), LoraConfig(r=4, target_modules=["q_proj"]))
+    run, base = tmp_path / "run", tmp_path / "base"
+    shutil.copytree(tiny_base, base)
+    AutoModelForCausalLM.from_pretrained(tiny_base, dtype=stored).save_pretrained(base)
+    widened = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tuned = get_peft_model(widened, LoraConfig(r=4, target_modules=["q_proj"]))
     for name, parameter in tuned.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)
-    tuned.peft_config["default"].base_model_name_or_path = str(tiny_base)
+    tuned.peft_config["default"].base_model_name_or_path = str(base)
     tuned.save_pretrained(run / "export" / "adapter")
-    shutil.copytree(tiny_base, run / "export" / "merged")
+    shutil.copytree(base, run / "export" / "merged")
     out = tmp_path / "deep" / "checks.json"
     assert validate.main([str(run), "--no-calls", "--json", str(out)]) == 1
     failed = [check["name"] for check in json.loads(out.read_text()) if check["status"] == "failed"]

@@ -241,7 +241,9 @@ class Validator:
             agreed += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
             gap = max(gap, float((ours - theirs).abs().max()))
             count += len(ids)
-        limit = self.max_kl if self.max_kl is not None else _MAX_KL.get(self._engine.model.dtype, 5e-3)
+        # As stored, since the models may compute in another one; of the original, the adapter is merged in that, too.
+        dtypes = [engine.model.config.dtype for engine in (self._engine, other)]
+        limit = self.max_kl if self.max_kl is not None else max(_MAX_KL.get(dtype, 5e-3) for dtype in dtypes)
         found = f"mean KL {kl / count:.2e} nats over {count:,} positions, same top token at {agreed / count:.1%}"
         # Also false for NaN.
         if not kl / count <= limit:
