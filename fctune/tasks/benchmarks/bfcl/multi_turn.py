@@ -29,6 +29,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ from fctune.tasks.benchmarks.bfcl.checker import BfclVerdict
 
 MAX_DIGITS = 10_000
 MAX_TIME_S = 1.0
+_SHORTEST_TIMER_S = 0.001  # zero would end the timer
 
 _PACKAGE = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
 _CALLEE = re.compile(r"\b([a-zA-Z_]\w*)\s*(?=\()")
@@ -229,16 +231,22 @@ def _precision_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``_TimeLimitError`` after that much CPU time of this process; only the main thread can be interrupted.
+    """Raise ``_TimeLimitError`` after that much CPU time of the main thread, the only one that can be interrupted.
 
-    SIGALRM is left to test runners and launchers, which use it for their own limits.
+    The timer counts the time of all threads, such as those that read other answers meanwhile, so it is set again for
+    what the main thread has left. SIGALRM is left to test runners and launchers, which use it for their own limits.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    began = time.thread_time()
+
     def stop(*_: Any) -> None:
-        raise _TimeLimitError
+        left = seconds - (time.thread_time() - began)
+        if left <= 0:
+            raise _TimeLimitError
+        signal.setitimer(signal.ITIMER_VIRTUAL, max(left, _SHORTEST_TIMER_S))
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import decimal
 import random
+import threading
 import time
 
 import pytest
@@ -13,7 +14,13 @@ from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call
 from fctune.tasks.benchmarks.bfcl.cases import MULTI_TURN, SIMULATORS, BfclCase, read_bfcl
 from fctune.tasks.benchmarks.bfcl.checker import BfclVerdict
-from fctune.tasks.benchmarks.bfcl.multi_turn import MAX_TIME_S, check_multi_turn, load_simulators
+from fctune.tasks.benchmarks.bfcl.multi_turn import (
+    MAX_TIME_S,
+    _time_limit,
+    _TimeLimitError,
+    check_multi_turn,
+    load_simulators,
+)
 from tests.tasks.benchmarks.bfcl.bfcl_wheel import (
     SHARED_DIRECTORIES,
     data_dir,
@@ -139,6 +146,26 @@ def test_hostile_calls_are_answered_in_time(calls: list[Call]) -> None:
     begun = time.process_time()
     assert not verdict_on(case, [[calls]]).valid
     assert time.process_time() - begun < 5 * MAX_TIME_S
+
+
+def test_what_other_threads_compute_does_not_count() -> None:
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            sum(range(1_000))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        with _time_limit(0.1):
+            time.sleep(1.0)
+        with pytest.raises(_TimeLimitError), _time_limit(0.1):
+            for _ in range(10**9):  # ends by itself some day
+                pass
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_without_the_wheel_the_error_gives_the_command_that_installs_it(without_wheel: None) -> None:
