@@ -2,9 +2,10 @@
 
     python -m benchmarks.peers [--shape qwen2_0_5b] [--layers 6] [--threads 1] [--pairs 2] [--out FILE]
 
-All tools train the same rows with the same adapter, in bfloat16, one packed row of 2,048 tokens a step. They take
-turns, each in a process of its own. Besides the time, the CPU time of the process is reported, which other processes of
-the machine lengthen less. The model has random weights; ``--layers`` gives it fewer blocks, for a short run.
+All tools train the same rows with the same adapter, in bfloat16, or in float32 on processors that emulate bfloat16, one
+packed row of 2,048 tokens a step. They take turns, each in a process of its own. Besides the time, the CPU time of the
+process is reported, which other processes of the machine lengthen less. The model has random weights; ``--layers``
+gives it fewer blocks, for a short run.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.job import Job
 from benchmarks.training import PACKAGES, RESULTS, describe_machine, measure
 from benchmarks.workload import SHAPES, Shape, write_model, write_rows
+from fctune.models.precision import is_emulated
 
 TOOLS = ("fctune", "plain", "trl")
 SEQ_LEN = 2_048
@@ -67,7 +71,8 @@ def main() -> None:
             write_model(folder / "model", shape, has_weights=True)
             write_rows(folder / "rows", folder / "model", iter_conversations("train", 400, 1), SEQ_LEN)
         paths = {"model_dir": str(folder / "model"), "rows_dir": str(folder / "rows")}
-        common = {"seq_len": SEQ_LEN, "rows_a_step": 1, "dtype": "bf16", "threads": options.threads}
+        dtype = "fp32" if is_emulated(torch.bfloat16) else "bf16"
+        common = {"seq_len": SEQ_LEN, "rows_a_step": 1, "dtype": dtype, "threads": options.threads}
         job = Job(tool="fctune", **paths, **common, steps=options.steps)  # type: ignore[arg-type]
         runs: dict[str, list[dict[str, Any]]] = {tool: [] for tool in options.tools}
         for _ in range(options.pairs):
@@ -89,6 +94,7 @@ def main() -> None:
                 "shape": options.shape,
                 "layers": shape.layers,
                 "threads": options.threads,
+                "dtype": dtype,
                 "summary": {tool: summarise(of_tool) for tool, of_tool in runs.items()},
                 "runs": runs,
             }
