@@ -15,8 +15,9 @@ import os
 import shlex
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -122,7 +123,7 @@ def ask(url: str, token: str | None, budget: Budget, action: Callable[[Any], Awa
     failure: Exception | None = None
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
-            with _muted(logging.getLogger("mcp")):
+            with _MUTED:
                 result = anyio.run(run)
         except Exception as error:  # whatever a hostile answer raises in the client or the libraries below it
             failure = error
@@ -311,15 +312,28 @@ def _describe(error: BaseException) -> str:
     return one_line(error, 300) or type(error).__name__
 
 
-@contextlib.contextmanager
-def _muted(logger: logging.Logger) -> Iterator[None]:
-    """Log nothing during the block: the client logs a traceback for each bad answer."""
-    before, logger.disabled = logger.level, False
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+class _Muting:
+    """Context in which the client logs nothing, as it would a traceback for each bad answer; several may be open."""
+
+    def __init__(self) -> None:
+        self._logger, self._lock = logging.getLogger("mcp"), threading.Lock()
+        self._num_open, self._level = 0, logging.NOTSET
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_open == 0:
+                self._level, self._logger.disabled = self._logger.level, False
+                self._logger.setLevel(logging.CRITICAL + 1)
+            self._num_open += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._logger.setLevel(self._level)
+
+
+_MUTED = _Muting()
 
 
 def _split_url(url: str) -> SplitResult:
@@ -358,8 +372,9 @@ class McpClients:
         from anyio.from_thread import start_blocking_portal
 
         self._sessions: set[McpSession] = set()
+        self._lock = threading.Lock()
         self._open = contextlib.ExitStack()
-        self._open.enter_context(_muted(logging.getLogger("mcp")))
+        self._open.enter_context(_MUTED)
         self._portal = self._open.enter_context(start_blocking_portal(name="mcp-sessions"))
 
     def open(self, address: str, token: str | None, limits: McpLimits, call_s: float) -> McpSession:
@@ -372,7 +387,8 @@ class McpClients:
             call_s: Seconds of a request.
         """
         session = McpSession(self._portal, address, token, limits, call_s)
-        self._sessions = {one for one in self._sessions if not one.is_over} | {session}
+        with self._lock:
+            self._sessions = {one for one in self._sessions if not one.is_over} | {session}
         return session
 
     def close(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from fctune.base.errors import ConfigError
 from fctune.data.conversation import Call
 from fctune.data.sources.tool_file import read_tool_texts
-from fctune.engines.mcp_client import McpLimits, choose_mcp_token
+from fctune.engines.mcp_client import _MUTED, McpLimits, choose_mcp_token
 from fctune.engines.mcp_tools import call_mcp_tool, fetch_mcp_tools, read_offered_tools
 from tests.engines.mcp_server import ATTACKS, TOKEN, RawHandler, nest, serve_mcp, serve_raw
 
@@ -177,3 +179,14 @@ def test_a_command_that_fails_is_reported_without_secrets(monkeypatch: pytest.Mo
         with pytest.raises(ConfigError, match=said) as error:
             read_offered_tools([given], None)
         assert "abc" not in str(error.value)
+
+
+def test_the_clients_log_is_back_when_the_last_of_several_calls_has_ended() -> None:
+    logger, first, second = logging.getLogger("mcp"), ExitStack(), ExitStack()
+    before = logger.level
+    first.enter_context(_MUTED)
+    second.enter_context(_MUTED)
+    first.close()
+    assert not logger.isEnabledFor(logging.CRITICAL)
+    second.close()
+    assert logger.level == before

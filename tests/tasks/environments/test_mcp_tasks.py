@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,6 +285,21 @@ def test_a_task_that_its_own_calls_do_not_solve_is_named_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         open_tasks(COUNTER, [{"question": "Do it.", **task}]).check()
+
+
+def test_samples_that_begin_together_check_their_task_once(open_tasks: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, checked = open_tasks(COUNTER, [count(1), count(2)]), list[str]()
+    find_defect = tasks._find_defect
+
+    def check(server: Any, task_id: str) -> str | None:
+        checked.append(task_id)
+        time.sleep(0.2)
+        return find_defect(server, task_id)
+
+    monkeypatch.setattr(tasks, "_find_defect", check)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(tasks.check_solution, 4 * tasks.ids))
+    assert sorted(checked) == sorted(tasks.ids)
 
 
 @pytest.mark.parametrize(

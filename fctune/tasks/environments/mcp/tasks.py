@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,7 @@ class McpTasks(TaskSet):
             if (problem := self.tool_set.find_schema_problem(tool.name)) is not None:
                 raise ConfigError(f"{name}: {problem}. Leave it out by listing the others in tools.")
         self._checked: dict[str, str | None] = {}  # what is wrong with each task
+        self._checking: dict[str, threading.Lock] = {}  # of each task, whose samples begin on several threads
         self._writer = None if record is None else RecordingWriter(record, server.tools, server.read_only)
         self.num_at_once, self.is_exclusive = file.num_at_once, file.is_exclusive and isinstance(server, ToolServer)
 
@@ -125,8 +127,9 @@ class McpTasks(TaskSet):
         server, file = self._server, self._file
         if not isinstance(server, ToolServer) or not (file.is_process or file.reset is not None):
             return
-        if task_id not in self._checked:
-            self._checked[task_id] = self._find_defect(server, task_id)
+        with self._checking.setdefault(task_id, threading.Lock()):
+            if task_id not in self._checked:
+                self._checked[task_id] = self._find_defect(server, task_id)
         if (defect := self._checked[task_id]) is not None:
             raise TaskError(f"task {task_id}: {defect}")
 
