@@ -201,9 +201,13 @@ class PolicyServer:
             published.delete_files()
             raise
         with self._lock:
-            previous, self._current = self._current, published
-            if previous.path is not None:
-                self._retired.append(previous)
+            is_over = self._closed.is_set()  # while the server loaded it, so that close() did not know of it
+            if not is_over:
+                previous, self._current = self._current, published
+                if previous.path is not None:
+                    self._retired.append(previous)
+        if is_over:
+            self._adapters.remove(published)
         self._unload_unused()
 
     def wake(self) -> None:

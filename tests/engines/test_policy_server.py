@@ -289,6 +289,29 @@ def test_closing_ends_the_threads_that_wait_for_a_lost_server(
     )
 
 
+def test_an_adapter_that_is_loaded_when_the_run_ends_is_unloaded(
+    serve: Callable[..., VllmStandIn],
+    connect: Callable[..., PolicyServer],
+    make_adapter: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = serve()
+    engine = connect(server)
+    load = engine._adapters.load
+
+    def load_while_the_run_ends(published: Any) -> str | None:
+        error = load(published)
+        assert len(server.adapters) == 1
+        engine.close()
+        return error
+
+    monkeypatch.setattr(engine._adapters, "load", load_while_the_run_ends)
+    engine.publish(make_adapter(1), 1)
+    assert not server.adapters
+    assert list((tmp_path / "published").rglob("adapter_model.safetensors")) == []
+
+
 def test_callers_on_several_threads_do_not_end_each_others_attempts(
     serve: Callable[..., VllmStandIn], connect: Callable[..., PolicyServer]
 ) -> None:
