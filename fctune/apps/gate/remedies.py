@@ -11,8 +11,8 @@ from fctune.apps.gate.lines import JudgedLine, Remedy
 from fctune.apps.gate.replay import SOURCES, ReplayMix
 from fctune.config.intervals import format_count, format_share, parse_share
 
-# Shares of the rows with tools that need no call: too few, enough if more are tried, and too many.
 _BASE_ANSWERS = "gate.base_answers"
+# Shares of the rows with tools that need no call: too few, enough if more are tried, and too many.
 _SAME_SHARE = 0.95  # a command has shares rounded to tenths of a percent, and the rows may have changed a little since
 _FEW_NEGATIVES, _HALF_NEGATIVES, _MANY_NEGATIVES = 0.15, 0.4, 0.5
 _TAKEN_AWAY = 0.3  # rows without a call that are added for each row with tools
