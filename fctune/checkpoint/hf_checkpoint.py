@@ -6,6 +6,7 @@ so no rank ever holds the complete model.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from abc import ABC, abstractmethod
@@ -92,9 +93,11 @@ class HFWeights(ABC):
         """Look up all names that ``write`` needs, in the thread that trains.
 
         transformers builds the model without weights for them, and until it has, torch's default dtype and
-        ``nn.Module`` are changed in all threads: in a thread that saves, it would change what the others compute.
+        ``nn.Module`` are changed in all threads: in a thread that saves, it would change what the others compute. A
+        base that cannot be read is an error of the saves, of which there may be none.
         """
-        self.list_parts({name: parameter.detach() for name, parameter in named_trainable(model).items()})
+        with contextlib.suppress(CheckpointError, OSError):
+            self.list_parts({name: parameter.detach() for name, parameter in named_trainable(model).items()})
 
     def write(self, folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[FileRecord]:
         """Write staged weights, keyed by our names, with configs and tokenizer. Every rank calls it.

@@ -294,7 +294,7 @@ class FineTuning(ABC):
         state = start_state(planned.model, config, planned.num_steps, self.load_checkpoint(planned))
         source = self.open_source(planned)
         weights = self.hf_weights(planned)
-        distributed.run_on_all_ranks(lambda: weights.prepare(state.model))
+        weights.prepare(state.model)
         checkpointer = Checkpointer(state, weights, source, planned.facts, world)
         if run.resume is not None:
             checkpointer.restore_(run.resume)
