@@ -81,17 +81,18 @@ class Shipped:
 
     @cached_property
     def family(self) -> str:
-        """Return the model's ``model_type``."""
-        return _family(self._architecture)
+        """The model's ``model_type``."""
+        return _family(self.found[0])
 
     @cached_property
     def num_weights(self) -> int:
         """Number of the model's weights, adapters not counted."""
-        return count_weights(self._architecture)
+        return count_weights(self.found[0])
 
     @cached_property
-    def _architecture(self) -> Architecture:
-        return find_architecture(resolve_shipped_path(self.model))[0]
+    def found(self) -> tuple[Architecture, Path | None, str]:
+        """The model, as ``find_architecture`` returns it."""
+        return find_architecture(resolve_shipped_path(self.model))
 
 
 class Draft:
@@ -391,7 +392,7 @@ def find_smaller(architecture: Architecture, machine: Machine) -> list[str]:
     for shipped in sorted(smaller, key=lambda s: (s.family != family, -s.num_weights)):
         if shipped.num_weights > machine.num_processes * machine.gpu.memory_bytes:  # half a byte each is not enough
             continue
-        other, directory, _ = find_architecture(resolve_shipped_path(shipped.model))
+        other, directory, _ = shipped.found
         draft, _ = draft_config(shipped.model, other, machine, Path("runs"), rows, [f"data.seq_len={MIN_SEQ_LEN}"])
         draft.choose("global_batch_size", machine.num_processes, "")
         if fit_config(draft, other, directory, machine) is not None:

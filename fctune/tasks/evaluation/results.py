@@ -68,7 +68,7 @@ class ResultsFile:
             self._replace(self.path, finished.values())
             for path in self._parts():
                 path.unlink()
-            self._write(self.settings_path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            self._write_object(self.settings_path, settings)
         except OSError as error:
             self.release()
             raise self._unwritable(error) from None
@@ -100,7 +100,7 @@ class ResultsFile:
             return differences
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._write(self.settings_path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            self._write_object(self.settings_path, settings)
             self._replace(self.path, rows)
         except OSError as error:
             raise self._unwritable(error) from None
@@ -154,7 +154,7 @@ class ResultsFile:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary next to the results."""
         try:
-            self._write(self.summary_path, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+            self._write_object(self.summary_path, summary)
         except OSError as error:
             raise self._unwritable(error) from None
 
@@ -189,6 +189,9 @@ class ResultsFile:
 
     def _replace(self, path: Path, rows: Iterable[Row]) -> None:
         self._write(path, b"".join(map(_to_line, rows)))
+
+    def _write_object(self, path: Path, content: Mapping[str, Any]) -> None:
+        self._write(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
     def _write(self, path: Path, content: str | bytes) -> None:
         write_atomically(path, content.encode("utf-8", "replace") if isinstance(content, str) else content)
