@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.long_rows import PAGE, RESULT, format_page, read_traces
 from tests.augment_rows import read_rows
 from tests.models.dense_samples import FAMILIES
 
 
+@pytest.mark.thorough
 def test_the_page_is_that_of_the_result_and_has_every_family() -> None:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     assert PAGE.read_text(encoding="utf-8") == format_page(result), "run python -m benchmarks.long_rows page"

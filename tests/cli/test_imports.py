@@ -100,7 +100,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("config", ["llama3_1_8b_lora", "qwen2_7b_lora"])
+@pytest.mark.parametrize("config", ["llama3_1_8b_lora", pytest.param("qwen2_7b_lora", marks=pytest.mark.thorough)])
 def test_a_plan_imports_no_library_that_builds_or_compiles_models(config: str) -> None:
     slow = ("torchtune", "torchao", "transformers", "datasets", "torch._dynamo", "torch._inductor")
     code = (

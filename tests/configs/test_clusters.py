@@ -27,6 +27,9 @@ from fctune.parallel.sharding import shard_
 from tests.configs.cluster_cases import CASES
 from tests.conftest import ROOT
 
+# One of each kind of model, layout and training.
+QUICK = ("gpt_oss_20b_lora", "llama3_1_8b_lora", "qwen2_5_72b_full", "qwen3_30b_a3b_qlora", "lfm2_5_350m_lora")
+
 
 @pytest.fixture
 def world() -> Iterator[Any]:
@@ -51,7 +54,9 @@ def shape(config: RunConfig, model: dict[str, Any], folder: Path) -> CausalLM:
     return shaped
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in CASES]
+)
 def test_a_cluster_config_holds_and_its_model_fits(name: str, tmp_path: Path, world: Any) -> None:
     case = CASES[name]
     config = load_config(ROOT / "configs" / f"{name}.yaml")

@@ -85,7 +85,7 @@ def test_forms_depend_on_the_seed_and_the_row_but_not_on_the_order(seed: int, or
     assert other != expected
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 1.0])
+@pytest.mark.parametrize("share", [0.4, *(pytest.param(share, marks=pytest.mark.thorough) for share in (0.1, 1.0))])
 def test_each_kind_is_applied_to_its_share_of_the_eligible_rows(share: float) -> None:
     rows = make_rows(90) + read_rows("synthetic:train:900:7")
     augmenter = open_augmenter(rows, **dict.fromkeys(AUGMENT_KINDS, share))

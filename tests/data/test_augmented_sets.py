@@ -112,7 +112,7 @@ def test_counts_add_up_and_are_described(prepared: PreparedSet, plain: PreparedS
     assert "augmented" not in plain.describe()
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("num_processes", [2, *(pytest.param(number, marks=pytest.mark.thorough) for number in (1, 3))])
 def test_the_number_of_processes_changes_nothing(num_processes: int) -> None:
     config = make_config(replay=ReplayConfig(sources=[SourceConfig(path="synthetic:pretrain:150:5")], share="20%"))
 

@@ -67,7 +67,13 @@ def test_the_page_has_a_recipe_for_each_extension() -> None:
     ]
 
 
-@pytest.mark.parametrize("section", list(SECTIONS))
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in ("Add a metric", "Add a benchmark") else ())
+        for name in SECTIONS
+    ],
+)
 def test_following_the_page_works(section: str, repository: Path) -> None:
     checks = 0
     for block in SECTIONS[section]:

@@ -28,7 +28,10 @@ def test_the_pages_have_every_part_once() -> None:
     assert read_parts().keys() == cluster_pages.PARTS.keys()
 
 
-@pytest.mark.parametrize("name", cluster_pages.PARTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.thorough if name == "long rows" else ()) for name in cluster_pages.PARTS],
+)
 def test_a_page_shows_what_the_planner_says(name: str) -> None:
     assert read_parts()[name] == cluster_pages.PARTS[name](), "run python -m benchmarks.cluster_pages"
 

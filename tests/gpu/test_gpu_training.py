@@ -140,7 +140,7 @@ def test_all_weights_train_in_every_precision(precision: str, run: Callable[...,
 @pytest.mark.parametrize(
     ("model_type", "is_compiled", "mlp_tiles"),
     [
-        ("llama", False, 1),
+        pytest.param("llama", False, 1, marks=pytest.mark.thorough),
         pytest.param("llama", True, 1, marks=pytest.mark.gpu),
         pytest.param("llama", True, 8, marks=pytest.mark.gpu),
         pytest.param("gemma3_text", False, 8, marks=pytest.mark.gpu),  # windows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -63,6 +64,7 @@ def tier_of(room: str) -> int:
     return next(index for index, tier in enumerate(TIERS) if room.split(".")[0] in tier)
 
 
+@functools.cache
 def imported_modules(file: Path) -> set[str]:
     """Return the modules that a file imports, anywhere in it; ``from package import module`` is ``package.module``."""
     found: set[str] = set()
@@ -240,7 +242,9 @@ def test_only_a_benchmarks_own_folder_names_it() -> None:
     for name in (benchmark.parent.name for benchmark in folder.glob("*/__init__.py")):
         outside = (f for f in (ROOT / "fctune").rglob("*.py") if not f.is_relative_to(folder / name))
         for file in (f for f in outside if not f.is_relative_to(ROOT / "fctune" / "calls" / "formats")):
-            tree = ast.parse(file.read_text())
+            if name not in (text := file.read_text()):
+                continue
+            tree = ast.parse(text)
             documented = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
             docstrings = {id(value) for value in documented if isinstance(value, ast.Constant)}
             texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))

@@ -110,6 +110,7 @@ def test_rows_longer_than_the_positions_are_refused() -> None:
         build_model(parse_architecture("config.json", read_raw("qwen3")), 257, PrecisionPolicy.uniform(torch.float32))
 
 
+@pytest.mark.thorough
 def test_hidden_states_alone_have_every_field_that_causal_models_read() -> None:
     """A field that the declared output lacks would end the computation of the logits."""
     import transformers

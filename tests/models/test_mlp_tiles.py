@@ -81,7 +81,7 @@ def test_tiles_of_hybrids_change_nothing(model_type: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("backend", "kind", "fraction"),
     [
-        ("aot_eager", "llama", 0.5),
+        pytest.param("aot_eager", "llama", 0.5, marks=pytest.mark.thorough),
         pytest.param("aot_eager", "gemma3_text", 0.5, marks=pytest.mark.slow),
         pytest.param("inductor", "llama", 0.5, marks=pytest.mark.slow),
         pytest.param("inductor", "qwen3", 1.0, marks=pytest.mark.slow),

@@ -205,8 +205,8 @@ def expert_bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("parallel", "world_size", "num_nodes"),
     [
-        ({"mode": "ddp"}, 2, 1),
-        ({"mode": "fsdp"}, 2, 1),
+        pytest.param({"mode": "ddp"}, 2, 1, marks=pytest.mark.thorough),
+        pytest.param({"mode": "fsdp"}, 2, 1, marks=pytest.mark.thorough),
         ({"mode": "fsdp", "expert": 2}, 2, 1),
         pytest.param({"mode": "hsdp", "replicate": 2}, 4, 1, marks=pytest.mark.slow),
         pytest.param({"mode": "fsdp", "expert": 2}, 4, 1, marks=pytest.mark.slow),

@@ -217,7 +217,7 @@ def test_quantised_blocks_compile_without_graph_breaks(kind: str, make_model: Ca
     "config",
     [
         *(pytest.param(each, marks=pytest.mark.thorough) for each in (None, CHECKPOINTING[0])),
-        CHECKPOINTING[2],
+        pytest.param(CHECKPOINTING[2], marks=pytest.mark.thorough),
         pytest.param(CHECKPOINTING[1], marks=pytest.mark.slow),  # its blocks are like those of None and of 1.0
     ],
     ids=lambda c: f"{c.policy} {c.fraction}" if c else "plain",

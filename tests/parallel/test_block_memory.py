@@ -134,7 +134,7 @@ def each_its_own_kind(model: CausalLM) -> Sequence[Hashable]:
     return range(len(list(model.blocks)))
 
 
-@pytest.mark.parametrize("config_name", ["tiny_full", "tiny_lora"])
+@pytest.mark.parametrize("config_name", [pytest.param("tiny_full", marks=pytest.mark.thorough), "tiny_lora"])
 @pytest.mark.parametrize("family", MODELS)
 def test_two_blocks_of_a_kind_tell_what_all_of_them_keep(
     family: str, config_name: str, monkeypatch: pytest.MonkeyPatch

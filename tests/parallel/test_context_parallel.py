@@ -52,7 +52,7 @@ QUICK = ["llama", "phi3", "gpt_oss", "deepseek_v3"]
     ("num_ranks", "model_types"),
     [
         (2, QUICK),
-        (4, QUICK[::2]),  # whose two key heads are repeated
+        pytest.param(4, QUICK[::2], marks=pytest.mark.thorough),  # whose two key heads are repeated
         pytest.param(2, list(FAMILIES), marks=SLOW),
         pytest.param(4, list(FAMILIES), marks=SLOW),
     ],
@@ -82,7 +82,7 @@ def test_parts_of_rows_are_computed_in_tiles(num_ranks: int) -> None:
 @pytest.mark.parametrize(
     ("backend", "model_types"),
     [
-        ("aot_eager", ["llama"]),
+        pytest.param("aot_eager", ["llama"], marks=pytest.mark.thorough),
         pytest.param("aot_eager", ["gpt_oss", "deepseek_v3", "gemma2"], marks=SLOW),
         pytest.param("inductor", ["llama", "qwen3"], marks=SLOW),
     ],

@@ -105,10 +105,12 @@ def plan(name: str, request: PlanRequest, *overrides: str) -> Plan:
 @pytest.mark.parametrize(
     ("name", "gpu", "nodes", "gpus", "overrides", "spreads"),
     [
-        ("qwen3_30b_a3b_lora", "h100", 1, 8, (), False),  # which each GPU holds
+        pytest.param("qwen3_30b_a3b_lora", "h100", 1, 8, (), False, marks=pytest.mark.thorough),  # which each GPU holds
         ("qwen3_30b_a3b_lora", "l40s", 1, 8, (), True),
-        ("gpt_oss_20b_lora", "l40s", 1, 4, (), True),
-        ("qwen3_30b_a3b_lora", "h100", 2, 8, ("~adapter", "precision=bf16_mixed"), True),
+        pytest.param("gpt_oss_20b_lora", "l40s", 1, 4, (), True, marks=pytest.mark.thorough),
+        pytest.param(
+            "qwen3_30b_a3b_lora", "h100", 2, 8, ("~adapter", "precision=bf16_mixed"), True, marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_auto_is_about_the_fastest_of_the_numbers_that_fit(
@@ -162,6 +164,7 @@ def test_auto_is_one_rank_where_nothing_else_is_possible(override: str, words: s
     assert words in found.search.expert_reason
 
 
+@pytest.mark.thorough
 def test_each_number_of_nodes_is_searched_with_its_own_number_of_ranks() -> None:
     overrides = ("parallel.expert=auto", "~adapter", "precision=bf16_mixed")
     request = PlanRequest(find_gpu("h100"), 2, 8, is_searching=True)

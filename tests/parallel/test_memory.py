@@ -189,10 +189,10 @@ def test_planned_activations_equal_what_autograd_keeps(
 @pytest.mark.parametrize(
     "raw",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.thorough),
         {"adapter": {"rank": 4}},
-        {"adapter": {"rank": 4, "dropout": 0.1}},
-        {"adapter": {"rank": 4, "modules": ["q_proj", "v_proj"]}},
+        pytest.param({"adapter": {"rank": 4, "dropout": 0.1}}, marks=pytest.mark.thorough),
+        pytest.param({"adapter": {"rank": 4, "modules": ["q_proj", "v_proj"]}}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -210,7 +210,7 @@ def test_planned_activations_of_compiled_blocks_equal_what_the_partitioner_keeps
     assert abs(planned - keep_of_block(config, model_dir, torch.bfloat16, 512)) <= tolerance
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_dora_keeps_no_more_than_planned(is_compiled: bool, make_model: Callable[..., Path]) -> None:
     model_dir = make_model("llama", **WIDE)
     adapter = {"rank": 4, "dora": True}
@@ -282,8 +282,8 @@ FULL = {"precision": "bf16_mixed"}
         pytest.param(FULL, Setting("fsdp", 1, 4, 0.5, 2), marks=pytest.mark.thorough),
         (FULL, Setting("hsdp", 2, 2, 1.0, 1, 2)),
         (LORA, Setting("fsdp", 1, 4, 1.0, 2)),
-        (LORA, Setting("fsdp", 1, 4, 0.0, 4, context=4)),
-        (LORA, Setting("fsdp", 1, 4, 1.0, 2, mlp_tiles=8)),
+        pytest.param(LORA, Setting("fsdp", 1, 4, 0.0, 4, context=4), marks=pytest.mark.thorough),
+        pytest.param(LORA, Setting("fsdp", 1, 4, 1.0, 2, mlp_tiles=8), marks=pytest.mark.thorough),
         pytest.param(FULL, Setting("fsdp", 1, 4, 0.0, 4, context=2, mlp_tiles=8), marks=pytest.mark.slow),
         pytest.param(FULL, Setting("fsdp", 1, 4, 0.5, 4, context=2), marks=pytest.mark.slow),
         pytest.param(LORA, Setting("none", 1, 1, 0.0, 2), marks=pytest.mark.thorough),

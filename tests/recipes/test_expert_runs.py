@@ -101,6 +101,7 @@ def test_a_run_resumes_with_its_experts_spread_or_not(
     assert float((expected[moved] - original).abs().max()) > 1e-4
 
 
+@pytest.mark.thorough
 def test_auto_keeps_the_ranks_of_the_run_that_it_resumes_and_says_so(base: Path, tmp_path: Path) -> None:
     run(base, tmp_path, 2, "max_steps=1", *SPREAD)
     resumed = run(base, tmp_path, 2, "max_steps=2", "parallel.mode=fsdp", "parallel.expert=auto")

@@ -36,7 +36,7 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("model_type", "kind"),
     [
-        ("lfm2", "lora"),
+        pytest.param("lfm2", "lora", marks=pytest.mark.thorough),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("lfm2", "full"), ("qwen3_5_text", "lora"), ("qwen3_5_text", "full"), ("falcon_h1", "full"))

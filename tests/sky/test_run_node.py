@@ -349,8 +349,10 @@ def test_the_faulty_node_is_named_to_the_batch_script(what: str, ended: str, tmp
     [
         ("2", "", 76),  # torchrun has not reached the other nodes, or its ranks not each other
         ("2", "touch $FCTUNE_RANKS_MET", 1),
-        ("2", "echo 'import not_installed' > ../../../recipes/lora_fc_distributed.py", 1),
-        ("2", "exit 2", 1),  # of an option that torchrun does not know
+        pytest.param(
+            "2", "echo 'import not_installed' > ../../../recipes/lora_fc_distributed.py", 1, marks=pytest.mark.thorough
+        ),
+        pytest.param("2", "exit 2", 1, marks=pytest.mark.thorough),  # of an option that torchrun does not know
         ("1", "", 1),  # nobody to be lost
     ],
 )

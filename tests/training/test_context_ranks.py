@@ -50,7 +50,11 @@ def test_conversations_that_cross_the_split_train_as_on_one_rank(
     ("model_type", "adapter"),
     [
         ("gpt_oss", ADAPTER | {"modules": ["q_proj", "o_proj", "lm_head"]}),  # sinks, and windows in every second layer
-        ("gemma3_text", ADAPTER | {"modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}),  # lm_head is tied
+        pytest.param(
+            "gemma3_text",
+            ADAPTER | {"modules": ["q_proj", "v_proj", "o_proj", "down_proj"]},
+            marks=pytest.mark.thorough,
+        ),  # lm_head is tied
         pytest.param("gemma3_text", None, marks=pytest.mark.slow),
     ],
 )
@@ -82,6 +86,7 @@ def test_micro_batches_of_unpacked_rows_and_key_heads_that_are_repeated(
     train_all(base, tmp_path, runs, data=unpacked)
 
 
+@pytest.mark.thorough
 def test_a_run_resumes_with_other_ranks_to_a_row_and_other_tiles(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     common = ("precision=fp64", "checkpoint.every=2", "validation.every=0", "eval.every=0", "data.packed=true")

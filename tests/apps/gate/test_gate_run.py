@@ -329,7 +329,7 @@ def die(handler: Handler, number: int, body: dict[str, Any]) -> None:
     handler.close_connection = True
 
 
-@pytest.mark.parametrize("behave", [refuse, die])
+@pytest.mark.parametrize("behave", [refuse, pytest.param(die, marks=pytest.mark.thorough)])
 def test_a_server_that_fails_as_a_whole_is_no_model_that_got_worse(
     behave: Behave, cases: Path, expected: dict[str, Calls], tmp_path: Path
 ) -> None:

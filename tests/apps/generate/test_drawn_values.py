@@ -231,7 +231,9 @@ def write_answer(plan: RowPlan) -> dict[str, Any]:
     return {"turns": [silent]}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "multi_turn" else pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS]
+)
 def test_the_schema_of_a_kind_allows_what_is_read_as_that_kind_and_nothing_less(kind: str) -> None:
     planner = Planner(HARBOUR, None, seed=3, max_tools=5)
     for index in range(40):

@@ -277,7 +277,10 @@ def test_retry_after_is_respected(tools: Path, tmp_path: Path) -> None:
     assert read_summary(out)["dropped"] == {}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.thorough) for number in (signal.SIGINT, signal.SIGTERM))],
+)
 def test_a_killed_run_resumes_without_asking_for_a_row_twice(
     number: signal.Signals, tools: Path, tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
 # One of each kind of model and training; tests/configs plans the memory of all.
 PLANNED = (
-    *("gemma4_e4b_lora", "gpt_oss_20b_lora", "granite4_micro_lora", "llama3_2_1b_qlora", "qwen2_5_72b_full"),
+    *("gpt_oss_20b_lora", "granite4_micro_lora", "llama3_2_1b_qlora", "qwen2_5_72b_full"),
     *("qwen3_0_6b_lora", "tiny_dpo", "tiny_grpo"),
 )
 
@@ -245,7 +245,11 @@ def test_every_gpu_in_the_table_names_its_sources() -> None:
 
 @pytest.mark.parametrize(
     ("name", "nodes", "seq_len"),
-    [("llama3_1_8b_lora", 1, 131_072), ("llama3_3_70b_lora", 2, 32_768), ("gpt_oss_20b_lora", 1, 65_536)],
+    [
+        ("llama3_1_8b_lora", 1, 131_072),
+        pytest.param("llama3_3_70b_lora", 2, 32_768, marks=pytest.mark.thorough),
+        pytest.param("gpt_oss_20b_lora", 1, 65_536, marks=pytest.mark.thorough),
+    ],
 )
 def test_long_rows_fit_without_settings_in_the_fastest_way(name: str, nodes: int, seq_len: int) -> None:
     request = PlanRequest(find_gpu("h100"), nodes)

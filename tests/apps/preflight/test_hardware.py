@@ -229,6 +229,7 @@ def test_a_node_whose_ports_are_slower_than_those_of_another_is_at_fault(
         assert describe_ports(hca | variable) == {}
 
 
+@pytest.mark.thorough
 def test_two_nodes_run_an_all_reduce_and_one_alone_gives_up_in_time() -> None:
     port = find_port()
     nodes = [Node(rank, 2, "127.0.0.1", port, 60) for rank in range(2)]

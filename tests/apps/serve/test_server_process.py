@@ -183,6 +183,7 @@ def ask(url: str, seconds: float) -> None:
         assert answer.status == 200
 
 
+@pytest.mark.thorough
 def test_an_idle_server_is_ended_and_one_with_requests_is_not(python: str) -> None:
     limit_s = 4.0
     process = serve(python, "--stop-idle", str(limit_s / 60), "--vllm=--host 127.0.0.1")

@@ -160,7 +160,10 @@ def start(sweep: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl_c"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="kill"), pytest.param(signal.SIGINT, id="ctrl_c", marks=pytest.mark.thorough)],
+)
 def test_a_sweep_ended_at_any_time_is_resumed_by_the_same_command(
     number: signal.Signals, write_sweep: WriteSweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,7 @@ def every(cases: Path, n: int, *more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "world_size", "mode", "source"),
     [
-        ("lora", 2, "fsdp", "transformers"),
+        pytest.param("lora", 2, "fsdp", "transformers", marks=pytest.mark.thorough),
         *(
             pytest.param(*how, "transformers", marks=pytest.mark.slow)
             for how in (("lora", 4, "hsdp"), ("full", 2, "fsdp"))

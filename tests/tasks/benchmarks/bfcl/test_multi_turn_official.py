@@ -17,7 +17,10 @@ from tests.tasks.benchmarks.bfcl.scripted_player import Player, run, sample, str
 pytestmark = needs_wheel
 
 
-@pytest.mark.parametrize("category", MULTI_TURN)
+@pytest.mark.parametrize(
+    "category",
+    [MULTI_TURN[1], *(pytest.param(name, marks=pytest.mark.thorough) for name in MULTI_TURN if name != MULTI_TURN[1])],
+)
 def test_every_prompt_and_verdict_is_that_of_the_benchmarks_own_loop(category: str, tmp_path: Path) -> None:
     """Questions, tools, their order, results and where it ends, as the wheel asks a model that makes mistakes."""
     from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils
