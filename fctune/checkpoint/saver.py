@@ -227,13 +227,23 @@ class Saver:
         return num_bytes
 
     def _agree(self, action: Callable[[], None]) -> str | None:
-        """Run ``action`` and return the first rank's disk error on every rank; None if no rank has one."""
+        """Run ``action`` and return the first rank's error on every rank; None if no rank has one.
+
+        An error that is not the disk's is a bug, and raised as well where it occurred, once the others know of it: they
+        would wait for this rank otherwise.
+        """
         error: str | None = None
+        bug: Exception | None = None
         try:
             action()
         except OSError as caught:
             error = caught.strerror or str(caught)
-        return next((e for e in distributed.all_gather_objects(error, self._group) if e), None)
+        except Exception as caught:
+            bug, error = caught, f"{type(caught).__name__}: {caught}"
+        first = next((e for e in distributed.all_gather_objects(error, self._group) if e), None)
+        if bug is not None:
+            raise bug
+        return first
 
 
 def _start(store: CheckpointStore, kind: Kind, step: int, num_bytes: int) -> None:

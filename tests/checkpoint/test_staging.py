@@ -1,4 +1,4 @@
-"""Saves hold what the weights were when they were started, on every rank's device."""
+"""Saves hold what the weights were when they were started, on every rank's device, and end on all ranks at once."""
 
 from __future__ import annotations
 
@@ -56,3 +56,30 @@ def test_saves_hold_the_weights_of_their_step_on_every_local_rank(is_async: bool
     assert [result["pinned_on"] for result in results] == [{0}, {1}, {2}]
     # Staging does not wait for the step that was queued after it.
     assert [result["waited_for"] for result in results] == [["forward after 1"]] * 3
+
+
+def save_with_a_bug(world: World, folder: Path, is_async: bool) -> str:
+    """Save with a bug on rank 1; returns what the rank is told of it."""
+
+    def write(to: Path, tensors: dict[str, torch.Tensor], _: Any, group: Any) -> list[FileRecord]:
+        if world.rank == 1:
+            raise ValueError("no such tensor")
+        return []
+
+    saver = Saver(CheckpointStore(folder, 9), world, is_async)
+    try:
+        saver.start("sharded", 1, {"weight": torch.ones(3)}, {}, write)
+        result = saver.finish()
+    except ValueError as error:
+        return f"raised {error}"
+    assert result is not None
+    return f"told {result.error}"
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_bug_in_one_ranks_save_is_raised_there_and_keeps_no_other_rank_waiting(
+    is_async: bool, tmp_path: Path
+) -> None:
+    told = "told ValueError: no such tensor"
+    assert run_ranks(save_with_a_bug, 3, tmp_path, is_async, timeout_s=60) == [told, "raised no such tensor", told]
+    assert not CheckpointStore(tmp_path).path("sharded", 1).exists()
