@@ -7,6 +7,7 @@ A source of models (a package in this folder) subclasses ``Architecture`` and ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,6 +94,46 @@ class ExpertShape:
     def num_active_weights(self) -> int:
         """Weights that each token is multiplied by."""
         return self.num_chosen * self.in_dim * self.out_dim
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """Sizes of a layer's attention.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Key heads.
+        head_dim: Size of a head; where keys and values differ in size, their mean.
+        window: Tokens that a token sees, itself included; None is all before it.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: float
+    window: int | None = None
+
+    @property
+    def width(self) -> float:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    def limit_pairs(self, pairs_per_token: float) -> float:
+        """Return how many tokens a token sees on average, given how many it would see without a window.
+
+        Conversations are taken to be of one length, at which a token sees (length + 1) / 2 tokens.
+        """
+        length = 2 * pairs_per_token - 1
+        if self.window is None or length <= self.window:
+            return pairs_per_token
+        return self.window - self.window * (self.window - 1) / (2 * length)
+
+
+def sum_attention(layers: Sequence[AttentionLayer], pairs_per_token: float) -> float:
+    """Return the sum over layers of the width of their heads times the tokens that a token sees on average.
+
+    A forward pass computes four times as many FLOPs per token: the scores, and the sum of values.
+    """
+    return sum(count * one.width * one.limit_pairs(pairs_per_token) for one, count in Counter(layers).items())
 
 
 @dataclass(frozen=True, slots=True)

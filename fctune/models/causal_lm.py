@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fctune.base.errors import ConfigError
 from fctune.data.loader import DEFAULT_COST
-from fctune.models.architecture import Architecture
+from fctune.models.architecture import Architecture, AttentionLayer
 from fctune.models.attention import AttentionKernel, DocumentBounds, make_bounds
 from fctune.models.context_exchange import WHOLE_ROWS
 from fctune.models.dropout import TokenKeys
@@ -69,7 +69,7 @@ class CausalLM(nn.Module, ABC):
         row_cost: Cost of the rows that are dealt to ranks.
         router_balance: Load-balancing loss of the routers; None if the run has none.
         context_group: Ranks that share each row of a batch.
-        head_counts: Numbers of query and key heads that occur in attention.
+        attention_layers: The layers that attend, each time that they do; those that carry state are not among them.
     """
 
     def __init__(self, architecture: Architecture, precision: PrecisionPolicy, attention_kernel: AttentionKernel):
@@ -87,7 +87,8 @@ class CausalLM(nn.Module, ABC):
         self.row_cost = DEFAULT_COST
         self.router_balance: RouterBalance | None = None
         self.context_group = WHOLE_ROWS
-        self.head_counts: frozenset[tuple[int, int]] = frozenset({(architecture.num_heads, architecture.num_kv_heads)})
+        heads = AttentionLayer(architecture.num_heads, architecture.num_kv_heads, architecture.head_dim)
+        self.attention_layers: tuple[AttentionLayer, ...] = (heads,) * architecture.num_layers
 
     @property
     @abstractmethod

@@ -29,7 +29,7 @@ def check_context_parallelism(model: CausalLM, num_ranks: int, world_size: int) 
         )
     if not _divides_heads(model, num_ranks):
         fitting = [str(num) for num in range(1, world_size + 1) if can_share_rows(model, num, world_size)]
-        counts = " and ".join(f"{heads} heads with {kv} of keys" for heads, kv in sorted(model.head_counts))
+        counts = " and ".join(f"{heads} heads with {kv} of keys" for heads, kv in sorted(_count_heads(model)))
         raise ConfigError(f"{key}: does not divide the attention of {name}, {counts}; use {' or '.join(fitting)}.")
 
 
@@ -40,7 +40,12 @@ def can_share_rows(model: CausalLM, num_ranks: int, world_size: int) -> bool:
 
 
 def _divides_heads(model: CausalLM, num_ranks: int) -> bool:
-    return all(count_repeats(heads, kv, num_ranks) is not None for heads, kv in model.head_counts)
+    return all(count_repeats(heads, kv, num_ranks) is not None for heads, kv in _count_heads(model))
+
+
+def _count_heads(model: CausalLM) -> set[tuple[int, int]]:
+    """Return the numbers of query and key heads that occur."""
+    return {(layer.num_heads, layer.num_kv_heads) for layer in model.attention_layers}
 
 
 def share_rows_(model: CausalLM, num_ranks: int, world_size: int, device_type: str) -> None:

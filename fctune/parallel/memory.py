@@ -202,12 +202,13 @@ class TeacherMemory:
 
     Attributes:
         architecture: Its sizes.
+        attention_layers: Its layers that attend.
         num_bytes: Its weights and buffers.
         width: Bytes of an element of its hidden states.
     """
 
     def __init__(self, model: CausalLM, config: RunConfig):
-        self.architecture = model.architecture
+        self.architecture, self.attention_layers = model.architecture, model.attention_layers
         self.num_bytes = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
         self.width = model.precision.compute_dtype.itemsize
         self._block = count_block_activations(
@@ -251,7 +252,7 @@ class MemoryModel:
         self.precision: PrecisionPolicy = model.precision
         self.config, self.device_bytes = config, device_bytes
         self.supervised_share = supervised_share
-        self.architecture = model.architecture
+        self.architecture, self.attention_layers = model.architecture, model.attention_layers
         in_blocks = {id(p) for block in model.blocks for p in block.parameters()}
         self.root = ParameterGroup(
             ((n, p) for n, p in model.named_parameters() if id(p) not in in_blocks), self.precision

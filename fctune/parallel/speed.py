@@ -18,7 +18,7 @@ from fctune.base.gpus import GPUS, Gpu
 from fctune.config.schema import RunConfig
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.data.loader import RowCost
-from fctune.models.architecture import Architecture, Block
+from fctune.models.architecture import Architecture, Block, sum_attention
 from fctune.models.context_exchange import count_repeats
 from fctune.models.frozen_linear import NF4_BYTES_PER_WEIGHT
 from fctune.models.loss import MAX_LOGITS
@@ -74,6 +74,7 @@ class Flops:
     recomputed: float
     attention: float
     head: float
+    pairs_per_token: float  # tokens of its conversation that a token attends to where there is no window
     reference: float = 0.0  # forward pass of a frozen model: the base's blocks in preference training, or the teacher
 
     @property
@@ -171,7 +172,7 @@ def count_flops(
         memory: Memory model of the run.
         fraction: Share of the blocks that are checkpointed.
         supervised_share: Share of the positions that are supervised.
-        pairs_per_token: Average number of tokens that a token attends to.
+        pairs_per_token: Average number of tokens of its conversation that a token attends to without a window.
         max_logits: Logits computed in one chunk; None takes the default.
         micro_batch_size: Packs per micro-batch, or the share of a pack; None takes the config's.
         mlp_tiles: Parts of a pack in which MLPs are computed.
@@ -195,7 +196,7 @@ def count_flops(
                 again = fraction * (sum(outputs) - in_tiles / mlp_tiles) + in_tiles - skipped
         recomputed_products += count * again
     products = (4 if adapter is not None else 6) * base + 6 * added
-    pair = _count_heads(a) * pairs_per_token
+    pair = sum_attention(memory.attention_layers, pairs_per_token)
     recomputed = 2 * recomputed_products + (0 if is_by_operator else fraction * 4 * pair)
     head = a.vocab_size * a.embed_dim
     trains_head = adapter is None
@@ -205,7 +206,8 @@ def count_flops(
         reference, head_cost = 2 * base + 4 * pair, head_cost + 2
     if memory.teacher is not None:
         t = memory.teacher.architecture
-        reference = 2 * _count_active_weights(t) + 4 * _count_heads(t) * pairs_per_token
+        reference = 2 * _count_active_weights(t)
+        reference += 4 * sum_attention(memory.teacher.attention_layers, pairs_per_token)
         reference += 2 * supervised_share * t.vocab_size * t.embed_dim
     head_adapter = 0
     if adapter is not None and a.head in names:
@@ -214,7 +216,7 @@ def count_flops(
     if memory.trains_head and positions * a.vocab_size > (max_logits or MAX_LOGITS):
         head_cost += 2
     head_total = supervised_share * (head_cost * head + head_adapter)
-    return Flops(products, recomputed, 14 * pair, head_total, reference)
+    return Flops(products, recomputed, 14 * pair, head_total, pairs_per_token, reference)
 
 
 def _count_products(block: Block, adapter: AdapterConfig | None, names: Set[str]) -> list[int]:
@@ -375,17 +377,16 @@ def estimate_kernel_times(
     recomputed_attention = 0.0 if config.activation_checkpointing.policy == "op" else fraction * attend_again
     recomputed = (flops.recomputed - recomputed_attention) / multiply + recomputed_attention / (rate * _ATTENTION)
     recomputed += (fraction * kernels.forward + (1 - fraction) * in_tiles) / (bandwidth * _FUSED)
-    # Tokens of a row that attend to all earlier ones of it are in one long conversation.
-    pairs = flops.attention / (14 * _count_heads(a))
     reference = 0.0
     if memory.teacher is not None:
-        reference = _estimate_teacher_time(memory, gpu, flops.reference, pairs)
+        reference = _estimate_teacher_time(memory, gpu, flops)
     elif flops.reference:
         reference = (flops.reference - attend_again) / multiply + attend_again / (rate * _ATTENTION)
         reference += kernels.forward / (bandwidth * _FUSED)
     slower = _H100_TFLOPS * 1e6 / rate
-    short = max(0.0, 1 - (2 * pairs - 1) / config.data.row_tokens)
-    heads = _count_heads(a) / (_LAYERS * _WIDTH)
+    # Tokens of a row that attend to all earlier ones of it are in one long conversation.
+    short = max(0.0, 1 - (2 * flops.pairs_per_token - 1) / config.data.row_tokens)
+    heads = sum(layer.width for layer in memory.attention_layers) / (_LAYERS * _WIDTH)
     moved = kernels.total + count_precision_bytes(memory, micro_batch_tokens, fraction)
     return KernelTimes(
         products=base / multiply,
@@ -399,20 +400,20 @@ def estimate_kernel_times(
     )
 
 
-def _estimate_teacher_time(memory: MemoryModel, gpu: Gpu, flops: float, pairs: float) -> float:
+def _estimate_teacher_time(memory: MemoryModel, gpu: Gpu, flops: Flops) -> float:
     """Estimate the microseconds per token of a teacher's forward pass, which has no adapters and no float8.
 
     Args:
         memory: Memory model of the run.
         gpu: Rates of the GPU.
-        flops: Its FLOPs per token, of which ``count_flops`` makes the reference's.
-        pairs: Average number of tokens that a token attends to.
+        flops: FLOPs per token, the reference's of which are the teacher's.
     """
     assert memory.teacher is not None
     a, width = memory.teacher.architecture, memory.teacher.width
     rate, bandwidth = gpu.tflops(width) * 1e6, gpu.memory_gb_s * 1e3  # FLOP and bytes per microsecond
-    products, attention = 2 * _count_active_weights(a), 4 * _count_heads(a) * pairs
-    head = flops - products - attention
+    products = 2 * _count_active_weights(a)
+    attention = 4 * sum_attention(memory.teacher.attention_layers, flops.pairs_per_token)
+    head = flops.reference - products - attention
     plain = replace(memory.config, adapter=None, compile=False)
     moved = sum(count_block_bytes(a, block, plain, width)[1].forward for block in a.blocks)
     times = products / _PRODUCTS + attention / _ATTENTION + head / _HEAD
@@ -422,11 +423,6 @@ def _estimate_teacher_time(memory: MemoryModel, gpu: Gpu, flops: float, pairs: f
 def _count_active_weights(a: Architecture) -> int:
     """Return the weights of all blocks that a token is multiplied by."""
     return sum(block.num_active_weights for block in a.blocks)
-
-
-def _count_heads(a: Architecture) -> int:
-    """Return the width of all layers' attention heads together."""
-    return a.num_layers * a.num_heads * a.head_dim
 
 
 def estimate_row_cost(
@@ -579,9 +575,11 @@ def count_exchange(memory: MemoryModel, setting: Setting, tokens: float) -> floa
     """
     if setting.context == 1:
         return 0.0
-    a, width = memory.architecture, memory.precision.compute_dtype.itemsize
-    repeats = count_repeats(a.num_heads, a.num_kv_heads, setting.context) or 1
-    per_token = 2 * (a.num_heads + repeats * a.num_kv_heads) * a.head_dim * width * a.num_layers
+    values = 0.0
+    for layer, count in Counter(memory.attention_layers).items():
+        repeats = count_repeats(layer.num_heads, layer.num_kv_heads, setting.context) or 1
+        values += count * 2 * (layer.num_heads + repeats * layer.num_kv_heads) * layer.head_dim
+    per_token = values * memory.precision.compute_dtype.itemsize
     return (2 + setting.fraction) * per_token * tokens * (setting.context - 1) / setting.context
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fctune.models.architecture import AttentionLayer, sum_attention
+
 GIB = 1024**3
 
 
@@ -24,8 +26,7 @@ class FlopCounter:
     Args:
         num_parameters: Parameters of the model without adapters, including the embedding (as NeMo counts); of experts
             only those that a token chooses.
-        num_layers: Number of blocks.
-        attention_dim: Number of heads times head size.
+        attention_layers: The layers that attend.
         is_frozen: The base is frozen, so that backward computes no gradients of its weights.
         num_head: Weights of the output head, which is applied to supervised tokens only.
         num_embedding: Weights of the embedding, which is a look-up; 0 if they are tied to the head.
@@ -36,8 +37,7 @@ class FlopCounter:
     """
 
     num_parameters: int
-    num_layers: int
-    attention_dim: int
+    attention_layers: tuple[AttentionLayer, ...]
     is_frozen: bool
     num_head: int = 0
     num_embedding: int = 0
@@ -54,11 +54,16 @@ class FlopCounter:
         """
         return ((4 if self.is_frozen else 6) + 2 * self.num_reference) * self.num_parameters * num_tokens
 
-    def attention(self, num_pairs: int) -> int:
-        """Count the FLOPs of attention over pairs of a query and a visible key: 4d forward and 8d backward per pair."""
-        return (12 + 4 * self.num_reference) * self.num_layers * self.attention_dim * num_pairs
+    def attention(self, num_tokens: int, num_pairs: int) -> float:
+        """Count the FLOPs of attention, 4d forward and 8d backward for each pair of a query and a visible key.
 
-    def hardware(self, num_slots: int, num_supervised: int, num_pairs: int) -> float:
+        Args:
+            num_tokens: Tokens.
+            num_pairs: Pairs of a token and one of its conversation that it sees without a window.
+        """
+        return (12 + 4 * self.num_reference) * self._sum_attention(num_tokens, num_pairs)
+
+    def hardware(self, num_slots: int, num_tokens: int, num_supervised: int, num_pairs: int) -> float:
         """Count the FLOPs that the device computes, with padding, recomputation and the head at supervised tokens only.
 
         This is the HFU of https://arxiv.org/abs/2205.05198 (appendix A) for these blocks. The softmax, norms and the
@@ -68,13 +73,16 @@ class FlopCounter:
         blocks = self.num_parameters - self.num_head - self.num_embedding
         again = 2 * self.recomputed * (blocks + self.num_adapter)
         products = num_slots * (times * blocks + 6 * self.num_adapter + again)
-        forward = 4 * self.num_layers * self.attention_dim * num_pairs
-        attention = self.attention(num_pairs) + forward * self.recomputed_attention
-        return products + num_supervised * times * self.num_head + attention
+        again = 4 * self._sum_attention(num_tokens, num_pairs) * self.recomputed_attention
+        return products + num_supervised * times * self.num_head + self.attention(num_tokens, num_pairs) + again
 
-    def dense_attention(self, num_tokens: int, seq_len: int) -> int:
+    def dense_attention(self, num_tokens: int, seq_len: int) -> float:
         """Count attention as PaLM and torchtitan do: all ``seq_len`` keys of a row, including masked ones."""
-        return self.attention(num_tokens * seq_len)
+        width = sum(layer.width for layer in self.attention_layers)
+        return (12 + 4 * self.num_reference) * width * num_tokens * seq_len
+
+    def _sum_attention(self, num_tokens: int, num_pairs: int) -> float:
+        return sum_attention(self.attention_layers, num_pairs / num_tokens) * num_tokens if num_tokens else 0.0
 
 
 class SpanTimer:

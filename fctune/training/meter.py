@@ -137,8 +137,9 @@ class Meter:
 
     def _measure_work(self, result: StepResult, totals: StepTotals, elapsed_s: float) -> dict[str, Any]:
         device_s = elapsed_s * self._world.world_size
-        model_flops = self._flops.weights(totals.num_tokens) + self._flops.attention(totals.num_pairs)
-        hardware_flops = self._flops.hardware(result.num_slots, totals.num_supervised, totals.num_pairs)
+        tokens, pairs = totals.num_tokens, totals.num_pairs
+        model_flops = self._flops.weights(tokens) + self._flops.attention(tokens, pairs)
+        hardware_flops = self._flops.hardware(result.num_slots, tokens, totals.num_supervised, pairs)
         metrics: dict[str, Any] = {
             "tflops_per_device": model_flops / device_s / 1e12,
             "hardware_tflops_per_device": hardware_flops / device_s / 1e12,
@@ -200,8 +201,7 @@ def count_flops(model: CausalLM, config: RunConfig | None = None) -> FlopCounter
             products += (1 - rest / all_weights) * (1 - recomputed if config.compile else 1)
     return FlopCounter(
         sum(size for name, size in sizes.items() if not is_adapter(name)),
-        a.num_layers,
-        a.num_heads * a.head_dim,
+        model.attention_layers,
         is_frozen=not any(p.requires_grad for p in base),
         num_head=head,
         num_embedding=0 if a.is_tied else head,

@@ -164,6 +164,7 @@ def test_a_counted_model_has_the_tensors_and_shared_inputs_of_one_that_runs(fami
             {name: (b.shape, b.dtype) for name, b in model.named_buffers()},
             list(model.linears()),
             list(model.stored_buffers()),
+            sorted(model.attention_layers, key=str),
         )
         for model in models
     )

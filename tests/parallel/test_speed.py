@@ -104,6 +104,29 @@ def test_logits_are_recomputed_only_if_they_need_several_chunks() -> None:
     assert two == pytest.approx(one * 8 / 6)
 
 
+@pytest.mark.parametrize(
+    (
+        "path",
+        "layers",
+    ),  # number by the width of query heads and the window, as published
+    [
+        (LLAMA, {(32 * 128, None): 32}),
+        ("hf:google/gemma-3-270m", {(4 * 256, 512): 15, (4 * 256, None): 3}),
+        ("hf:openai/gpt-oss-20b", {(64 * 64, 128): 12, (64 * 64, None): 12}),
+        ("hf:google/gemma-4-E2B-it", {(8 * 256, 512): 28, (8 * 512, None): 7}),
+        ("hf:Qwen/Qwen3.5-4B", {(16 * 256, None): 8}),  # the other 24 carry state
+    ],
+)
+def test_attention_is_counted_where_layers_attend_and_within_their_windows(
+    path: str, layers: dict[tuple[int, int | None], int]
+) -> None:
+    memory = make_memory(make_config(path, 4096, adapter={"rank": 8}), 79.1)
+    for length in (100, 512, 4096):
+        found = count_flops(memory, 0.0, 0.0, (length + 1) / 2).attention
+        seen = {window: sum(min(token, window or length) for token in range(1, length + 1)) for _, window in layers}
+        assert found == pytest.approx(14 * sum(n * width * seen[w] / length for (width, w), n in layers.items()))
+
+
 def test_a_step_takes_longer_when_more_is_computed_or_sent() -> None:
     config = make_config(LLAMA, 4096, precision="bf16_mixed", compile=True)
     memory, gpu = make_memory(config, 79.1), find_gpu("h100")

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fctune.base.distributed import World
 from fctune.config.schema import RunConfig
 from fctune.data.prepared_set import open_prepared, prepare
+from fctune.models.architecture import AttentionLayer
 from fctune.models.lora import apply_lora_, init_adapters_
 from fctune.runs.device import compute_capability, describe_device, read_device, total_memory
 from fctune.runs.metrics import (
@@ -39,27 +40,36 @@ from fctune.training.setup import build_base, shard_and_load_, start_state
 from tests.ranks import run_ranks
 from tests.training.training_runs import Recorder, make_config
 
-LLAMA_8B = {"num_parameters": 8_030_261_248, "num_layers": 32, "attention_dim": 4096}
+LLAMA_8B = 8_030_261_248, (AttentionLayer(32, 8, 128),) * 32
 
 
 def test_flops_match_published_figures() -> None:
-    lora, full = FlopCounter(**LLAMA_8B, is_frozen=True), FlopCounter(**LLAMA_8B, is_frozen=False)
+    lora, full = (FlopCounter(*LLAMA_8B, is_frozen=is_frozen) for is_frozen in (True, False))
     # NeMo Automodel: 402 TFLOP/s at 12,472.87 tokens/s of LoRA on Llama 3 8B, attention not counted.
     assert lora.weights(12_473) == pytest.approx(402e12, rel=0.005)
     # torchtitan: 5,762 tokens/s at 8,192 tokens are 33.7 % of 989 TFLOP/s, with dense attention and without the 525M
     # weights of the embedding.
-    titan = FlopCounter(8_030_261_248 - 128_256 * 4096, 32, 4096, is_frozen=False)
+    titan = FlopCounter(8_030_261_248 - 128_256 * 4096, LLAMA_8B[1], is_frozen=False)
     assert titan.weights(5762) + titan.dense_attention(5762, 8192) == pytest.approx(0.337 * 989e12, rel=0.01)
     assert full.weights(10) == 6 * 8_030_261_248 * 10
 
 
 def test_attention_is_counted_within_conversations() -> None:
-    counter = FlopCounter(1, 2, 64, is_frozen=False)
+    counter = FlopCounter(1, (AttentionLayer(4, 2, 16),) * 2, is_frozen=False)
     lengths = [3, 5]
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     # Query times key and weight times value: 2 x 2 x 64 per layer; backward twice that.
-    assert counter.attention(pairs) == 3 * 2 * (4 * 64) * pairs
-    assert counter.dense_attention(8, 8) > 3 * counter.attention(pairs) / 2
+    assert counter.attention(8, pairs) == 3 * 2 * (4 * 64) * pairs
+    assert counter.dense_attention(8, 8) > 3 * counter.attention(8, pairs) / 2
+
+
+@pytest.mark.parametrize(("length", "window"), [(5, 5), (5, 4), (7, 3), (64, 1), (1000, 128), (1000, 1001)])
+def test_a_window_limits_the_pairs_that_are_counted(length: int, window: int) -> None:
+    seen = [[query - key < window for key in range(query + 1)] for query in range(length)]
+    layers = (AttentionLayer(4, 2, 16, window), AttentionLayer(4, 2, 16))
+    found = FlopCounter(1, layers, is_frozen=False).attention(10 * length, 10 * length * (length + 1) // 2)
+    pairs = 10 * (sum(map(sum, seen)) + length * (length + 1) // 2)  # of ten conversations
+    assert found == pytest.approx(3 * (4 * 64) * pairs)
 
 
 def test_skew_names_the_slowest_rank() -> None:
@@ -148,7 +158,7 @@ def test_hardware_flops_match_torchs_counter(
     labels = torch.full_like(tokens, -100)
     labels[:, 40:] = tokens[:, 40:]
     counted = count_products(model, lambda: model(tokens, labels=labels))
-    ours = count_flops(model, config).hardware(tokens.numel(), 2 * 24, 0)
+    ours = count_flops(model, config).hardware(tokens.numel(), tokens.numel(), 2 * 24, 0)
     # The input of the first adapter needs no gradient, and the last product of a block or tile is not recomputed.
     is_rough = kind == "lora" or fraction or mlp_tiles > 1
     assert ours == pytest.approx(counted, rel=0.06 if is_rough else 0.005)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from fctune.base.errors import ConfigError
+from fctune.models.architecture import AttentionLayer
 from fctune.models.attention import DocumentBounds, attend, needs_flex
 
 # Name of our attention among transformers' implementations.
@@ -33,26 +34,24 @@ _UNUSED = frozenset(
 
 
 class AttentionUse(NamedTuple):
-    """Features of attention that a layer uses.
+    """How a layer attends.
 
     Attributes:
-        window: Tokens that a token sees, itself included; None is all before it.
+        module: Identity of the layer's module.
+        layer: Sizes of the layer.
         needs_flex: The layer is beyond flash attention over variable-length rows.
-        num_heads: Query heads.
-        num_kv_heads: Key heads.
     """
 
-    window: int | None
+    module: int
+    layer: AttentionLayer
     needs_flex: bool
-    num_heads: int
-    num_kv_heads: int
 
 
 class _Running:
     """State of the block that is running: the bounds of its batch, and a record of how layers attend, if kept."""
 
     bounds: DocumentBounds | None = None
-    record: dict[int, AttentionUse] | None = None
+    record: list[AttentionUse] | None = None
 
 
 _RUNNING = _Running()
@@ -76,9 +75,9 @@ def running_bounds() -> DocumentBounds | None:
 
 
 @contextmanager
-def recorded_attention() -> Iterator[dict[int, AttentionUse]]:
-    """Record how each layer attends, by the identity of its module, while the context is open; nothing is computed."""
-    _RUNNING.record = {}
+def recorded_attention() -> Iterator[list[AttentionUse]]:
+    """Record how each layer attends, in their order, while the context is open; nothing is computed."""
+    _RUNNING.record = []
     try:
         yield _RUNNING.record
     finally:
@@ -107,7 +106,9 @@ def attend_packed(
     if _RUNNING.record is not None:
         _check_layer(module, query, key, attention_mask, is_causal, options)
         is_flex = needs_flex(query, value, softcap, s_aux)
-        _RUNNING.record[id(module)] = AttentionUse(sliding_window or None, is_flex, query.shape[1], key.shape[1])
+        size = (query.shape[-1] + value.shape[-1]) / 2
+        layer = AttentionLayer(query.shape[1], key.shape[1], size, sliding_window or None)
+        _RUNNING.record.append(AttentionUse(id(module), layer, is_flex))
         # Kernels of CUDA refuse meta tensors.
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))

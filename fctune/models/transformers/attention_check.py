@@ -29,7 +29,7 @@ class AttentionFindings(NamedTuple):
     """Attention features of a model's layers.
 
     Attributes:
-        uses: Features of attention that the layers use.
+        uses: How the layers attend, in the order in which they do.
         warning: Why this could not be checked, so that ``uses`` is empty; None if it was.
     """
 
@@ -76,7 +76,7 @@ def check_attention(
             f"{where}: layers of model_type={family!r} fail as fctune calls them, without a mask "
             f"({type(error).__name__}: {reason}). Compare config.json with the published one, or choose another model."
         ) from None
-    windows = {_shorten(use.window, max_seq_len) for use in uses.values()}
+    windows = {_shorten(use.layer.window, max_seq_len) for use in uses}
     chunk = getattr(decoder.config, "attention_chunk_size", None)
     if chunk is not None and max_seq_len > chunk:
         raise ConfigError(
@@ -97,7 +97,7 @@ def check_attention(
             f"{where}: layers of model_type={family!r} see {_describe(windows)} tokens, but their masks show them "
             f"{_describe(meant)}; lower data.seq_len to {shortest}, or choose another model."
         )
-    return AttentionFindings(tuple(dict.fromkeys(uses.values())))
+    return AttentionFindings(tuple(uses))
 
 
 class _RandomnessError(Exception):

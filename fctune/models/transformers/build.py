@@ -27,7 +27,7 @@ from fctune.models.precision import PrecisionPolicy
 from fctune.models.router_balance import RouterBalance
 from fctune.models.token_rows import TokenEmbedding, TokenRows
 from fctune.models.transformers.architecture import TransformersArchitecture
-from fctune.models.transformers.attention import run_block
+from fctune.models.transformers.attention import AttentionUse, run_block
 from fctune.models.transformers.attention_check import AttentionFindings, check_attention
 from fctune.models.transformers.experts import (
     TOKEN_MASK,
@@ -300,10 +300,10 @@ def build_model(
     model = _build(architecture, precision, attention_kernel)
     model.first_readers = first_readers
     model.attention_warning = findings.warning
-    _count_heads_(model, findings)
+    _set_attention_layers_(model, findings)
     if attention_kernel != "per_document" and findings.warning is None:
         is_flex = attention_kernel == "flex"
-        model.windows = tuple(dict.fromkeys(use.window for use in findings.uses if is_flex or use.needs_flex))
+        model.windows = tuple(dict.fromkeys(use.layer.window for use in findings.uses if is_flex or use.needs_flex))
     return model
 
 
@@ -315,14 +315,14 @@ def build_shapes(
     findings, first_readers = _inspect(architecture, max_seq_len, precision, "per_document", is_complete=False)
     model = _build(architecture, precision, "per_document")
     model.first_readers = first_readers
-    _count_heads_(model, findings)
+    _set_attention_layers_(model, findings)
     return model
 
 
-def _count_heads_(model: TransformersCausalLM, findings: AttentionFindings) -> None:
-    """Set the heads that layers have, which may differ from those of the config."""
-    if findings.uses:
-        model.head_counts = frozenset((use.num_heads, use.num_kv_heads) for use in findings.uses)
+def _set_attention_layers_(model: TransformersCausalLM, findings: AttentionFindings) -> None:
+    """Set the layers that attend, if they are known; their heads may differ from those of the config."""
+    if findings.warning is None:
+        model.attention_layers = tuple(use.layer for use in findings.uses)
 
 
 @functools.lru_cache(maxsize=8)
@@ -346,7 +346,16 @@ def _inspect(
         with recorded_inputs(blocks) as first_readers:
             findings = check_attention(checked, checked.decoder, architecture, max_seq_len)
         copy_readers_(first_readers, skipped)
-    return findings, first_readers
+    return findings._replace(uses=_repeat_uses(findings.uses, blocks, skipped)), first_readers
+
+
+def _repeat_uses(
+    uses: Sequence[AttentionUse], blocks: Sequence[nn.Module], skipped: Mapping[int, int]
+) -> tuple[AttentionUse, ...]:
+    """Add how blocks that were skipped attend, by the index of the block of their kind that ran."""
+    owners = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
+    times = Counter(skipped.values())
+    return tuple(use for use in uses for _ in range(1 + times[owners.get(use.module, -1)]))
 
 
 def _build(
