@@ -48,6 +48,8 @@ def _check_steps(config: RunConfig, length: RunLength) -> list[str]:
     if length.num_steps < _FEW_STEPS:
         cause = "" if config.data.max_samples is None else f"data.max_samples={config.data.max_samples} leaves "
         return [f"{cause}{only}{steps}; expect little change; {_more_steps(config, length)}"]
+    if _answers_per_step(config) is not None:
+        return []  # which are no packs
     if length.packs is not None and (of_epoch := math.ceil(length.packs / config.global_batch_size)) < _SMALL_EPOCH:
         return [f"an epoch is only {_count(length, of_epoch, 'step')}; {_more_steps(config, length)}"]
     return []
@@ -58,11 +60,21 @@ def _count(length: RunLength, number: int, noun: str) -> str:
 
 
 def _more_steps(config: RunConfig, length: RunLength) -> str:
-    size = config.global_batch_size
-    smaller = size // 4 if length.packs is None else length.packs * config.epochs // USUAL_STEPS
+    key, size, unit = _answers_per_step(config) or ("global_batch_size", config.global_batch_size, "packs")
+    more = "cases" if config.rollouts is not None else "rows"
+    smaller = length.num_steps * size // USUAL_STEPS
     if 1 <= smaller < size:
-        return f"lower global_batch_size ({size:,} packs) to {smaller:,} or so, or train on more rows"
-    return "train on more rows, or for more epochs"
+        return f"lower {key} ({size:,} {unit}) to {smaller:,} or so, or train on more {more}"
+    return f"train on more {more}, or for more epochs"
+
+
+def _answers_per_step(config: RunConfig) -> tuple[str, int, str] | None:
+    """Return the key, size and unit of a step in a run that learns from answers; None for one that trains packs."""
+    if config.distill is not None:
+        return "distill.answers_per_step", config.distill.answers_per_step, "answers"
+    if config.grpo is not None:
+        return "grpo.prompts_per_step", config.grpo.prompts_per_step, "prompts"
+    return None
 
 
 def _check_warmup(config: RunConfig, length: RunLength) -> list[str]:

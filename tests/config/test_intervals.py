@@ -12,7 +12,7 @@ from fctune.config.loading import load_config
 from fctune.config.run_length import RunLength, find_length_warnings
 from fctune.config.schema import LRSchedulerConfig
 from fctune.training.setup import lr_factor
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TINY_BASE
 
 CONFIG = ROOT / "configs" / "tiny_lora.yaml"
 
@@ -117,6 +117,35 @@ def test_what_does_not_suit_the_length_is_said_with_its_remedy(
     assert len(warnings) == 1
     assert words in warnings[0]
     assert any(remedy in warnings[0] for remedy in ("; set ", "; lower "))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        (
+            "tiny_grpo",
+            ["grpo.prompts_per_step=32"],
+            "lower grpo.prompts_per_step (32 prompts) to 12 or so, or train on",
+        ),
+        (
+            "tiny_lora",
+            [f"distill={{teacher: {TINY_BASE}, on_policy_share: 0, answers_per_step: 16}}"],
+            "lower distill.answers_per_step (16 answers) to 6 or so, or train on more rows",
+        ),
+        (
+            "tiny_lora",
+            [f"distill={{teacher: {TINY_BASE}, cases: 'synthetic:dev:9', answers_per_step: 2, on_policy_share: 0.5}}"],
+            "train on more cases, or for more epochs",
+        ),
+    ],
+)
+def test_few_steps_of_answers_are_said_with_the_key_of_their_number(
+    name: str, overrides: list[str], words: str
+) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml", ["max_steps=null", *overrides])
+    warnings = find_length_warnings(config, RunLength(40, packs=9))
+    assert f"only 40 optimizer steps; expect little change; {words}" in warnings[0]
+    assert not any("global_batch_size" in warning for warning in warnings)
 
 
 def test_a_short_run_needs_no_checkpoint_and_a_trial_no_steps(tmp_path: Path) -> None:
