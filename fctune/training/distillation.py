@@ -227,13 +227,20 @@ class LocalTeacher:
         """Return a digest of its files."""
         return digest_model(self.model_dir)
 
-    def load(self, student: CausalLM, device: torch.device) -> CausalLM:
-        """Return the teacher, frozen, in the student's compute dtype and on its device.
+    def load(self, student: CausalLM, world: World) -> CausalLM:
+        """Return the teacher, frozen, in the student's compute dtype and on its device; every rank calls it.
+
+        Each node reads its weights once.
 
         Raises:
             ConfigError: It does not fit into the GPU's memory next to the student.
             CheckpointError: Its weights are damaged.
         """
+        model = distributed.run_on_all_ranks(lambda: self._allocate(student, world.device))
+        distributed.run_on_all_ranks(lambda: load_base_(model, self.model_dir, world=world))
+        return model.requires_grad_(False).eval()
+
+    def _allocate(self, student: CausalLM, device: torch.device) -> CausalLM:
         dtype, head_dim = student.precision.compute_dtype, self._architecture.head_dim
         kernel, _ = choose_attention_kernel(device.type, dtype, head_dim, compute_capability(device))
         model = self._build(PrecisionPolicy.uniform(dtype), kernel)
@@ -244,8 +251,7 @@ class LocalTeacher:
                 f"{free / 2**30:.1f} GiB are free. Serve the teacher, and set distill.teacher_server."
             )
         materialize_(model, device)
-        load_base_(model, self.model_dir)
-        return model.requires_grad_(False).eval()
+        return model
 
     def _build(self, precision: PrecisionPolicy, kernel: AttentionKernel) -> CausalLM:
         try:
@@ -474,7 +480,7 @@ class DistillTuning(FineTuning):
         teacher = planned.data.teacher
         if not isinstance(teacher, LocalTeacher):
             return DistillObjective(config.distill)
-        loaded = distributed.run_on_all_ranks(lambda: teacher.load(planned.model, self.world.device))
+        loaded = teacher.load(planned.model, self.world)
         size = sum(p.numel() for p in loaded.parameters())
         logger.info("teacher: %s, %s parameters, frozen, a copy on each rank", teacher.model_dir, f"{size:,}")
         return DistillObjective(config.distill, loaded)

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.parallel import ParallelConfig
+from fctune.data.chat_template import ChatTemplate
 from fctune.models import base_weights
 from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import CausalLM, materialize_
@@ -30,6 +33,8 @@ from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_model, read_architecture
 from fctune.parallel.layout import Hardware, choose_parallel_layout
 from fctune.parallel.sharding import shard_
+from fctune.training.distillation import LocalTeacher
+from tests.conftest import TINY_BASE
 from tests.models.expert_samples import quantize_to_mxfp4, save_base
 from tests.ranks import run_ranks
 
@@ -334,3 +339,24 @@ def test_a_rank_that_does_not_see_the_base_ends_every_rank(make_model: Callable[
     messages = run_ranks(fail_without_file, 2, make_model("qwen2"), tmp_path, timeout_s=120)
     assert len(set(messages)) == 1
     assert "no such file" in messages[0]
+
+
+def load_teacher(world: World) -> tuple[Counter[str], bool]:
+    """Return the bytes that this rank reads of a teacher by tensor, and whether it has the teacher's weights."""
+    teacher = LocalTeacher(str(TINY_BASE), ChatTemplate(TINY_BASE), 64)
+    student = build_model(read_architecture(TINY_BASE), 64, PrecisionPolicy.uniform(torch.float32))
+    opener = CountingOpener()
+    with patch("fctune.training.distillation.load_base_", partial(load_base_, open_file=opener)):
+        loaded = teacher.load(student, world)
+    materialize_(student, torch.device("cpu"))
+    load_base_(student, TINY_BASE)
+    pairs = zip(loaded.parameters(), student.parameters(), strict=True)
+    return opener.read, all(torch.equal(*pair) and not pair[0].requires_grad for pair in pairs)
+
+
+def test_a_node_reads_a_teacher_once_and_every_rank_has_all_of_it() -> None:
+    ranks = run_ranks(load_teacher, 2)
+    assert [is_whole for _, is_whole in ranks] == [True, True]
+    stored = load_file(TINY_BASE / "model.safetensors")
+    assert sum((read for read, _ in ranks), Counter()) == {name: t.nbytes for name, t in stored.items()}
+    assert all(read for read, _ in ranks)
