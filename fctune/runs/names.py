@@ -126,7 +126,7 @@ METRICS = (
         "tflops_per_device",
         "TFLOP/s",
         "FLOPs that the model requires / step_time_s / number of ranks",
-        "6N per token (4N over a frozen base) plus attention within conversations; without recomputation",
+        "6N per token (4N over a frozen base) plus attention within conversations and windows; without recomputation",
     ),
     Metric(
         "hardware_tflops_per_device",
