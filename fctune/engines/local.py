@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -158,35 +158,81 @@ class LocalEngine:
             waiting = waiting[len(batch) :]
 
     def generate(self, encoded: list[list[int]], max_new_tokens: int, **options: Any) -> Tensor:
-        """Return the token ids ``[b, s]`` that the model generates after each prompt, padded after its last.
+        """Return the token ids ``[b, s]`` that the model generates after each prompt, padded after its last."""
+        tokens, mask = self._pad(encoded)
+        generated: Tensor = self._extend(tokens, mask, max_new_tokens, **options).sequences
+        return generated[:, tokens.shape[1] :]
+
+    def _pad(self, encoded: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Return token ids ``[b, s]``, padded before each prompt, and the mask of what is not padding."""
+        width, pad = max(map(len, encoded)), self._pad_id
+        tokens = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=self.device)
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=self.device)
+        return tokens, mask
+
+    @property
+    def _pad_id(self) -> int:
+        pad: int | None = self.template.tokenizer.pad_token_id
+        return min(self.stop_ids) if pad is None else pad
+
+    def _extend(self, tokens: Tensor, mask: Tensor, max_new_tokens: int, **options: Any) -> Any:
+        """Return transformers' result for tokens and mask ``[b, s]``, padded after the end of each row.
 
         A long prompt is read in several passes, unless the model carries a state along it.
         """
         from fctune.models.transformers.prefix_cache import choose_chunk
 
-        width = max(map(len, encoded))
         assert self._prefixes is not None, "nothing was published"
         if self._prefixes.can_continue:
             # Some generation configs ask for no cache, or one of a fixed size; reading in parts needs one that grows.
             options |= {"use_cache": True, "cache_implementation": None}
-            if (chunk := choose_chunk(len(encoded), width)) < width:
+            if "past_key_values" not in options and (chunk := choose_chunk(*tokens.shape)) < tokens.shape[1]:
                 options["prefill_chunk_size"] = chunk
-        pad = self.template.tokenizer.pad_token_id
-        pad = min(self.stop_ids) if pad is None else pad
-        tokens = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=self.device)
-        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=self.device)
         greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         with torch.no_grad():
-            generated: Tensor = self.model.generate(
+            return self.model.generate(
                 input_ids=tokens,
                 attention_mask=mask,
                 max_new_tokens=max_new_tokens,
                 eos_token_id=sorted(self.stop_ids),
-                pad_token_id=pad,
+                pad_token_id=self._pad_id,
+                return_dict_in_generate=True,
                 **greedy,
                 **options,
             )
-        return generated[:, width:]
+
+    def _generate_shrinking(
+        self, encoded: list[list[int]], max_new_tokens: int, processors: Sequence[RowProcessor]
+    ) -> list[list[int]]:
+        """Generate after each prompt, without the answers that have ended once they are half of the batch.
+
+        They would be computed until the longest answer ends.
+        """
+        from transformers import LogitsProcessorList, StoppingCriteriaList
+
+        tokens, mask = self._pad(encoded)
+        width, rows = tokens.shape[1], list(range(len(encoded)))
+        answers: list[list[int]] = [[] for _ in encoded]
+        options: dict[str, Any] = {"logits_processor": LogitsProcessorList(processors)}
+        options["stopping_criteria"] = StoppingCriteriaList([HalfEnded(width, self.stop_ids)])
+        while rows:
+            result = self._extend(tokens, mask, max_new_tokens - tokens.shape[1] + width, **options)
+            generated = result.sequences[:, width:]
+            for row, ids in zip(rows, generated.tolist(), strict=True):
+                answers[row] = ids
+            going = (~find_ended(generated, self.stop_ids)).nonzero().squeeze(1)
+            if generated.shape[1] == max_new_tokens:
+                going = going[:0]
+            num_new = result.sequences.shape[1] - tokens.shape[1]
+            tokens = result.sequences[going]
+            mask = torch.cat([mask, mask.new_ones(len(mask), num_new)], dim=1)[going]
+            result.past_key_values.batch_select_indices(going)
+            options["past_key_values"] = result.past_key_values
+            for processor in processors:
+                processor.end_pass(generated)
+                processor.select(going)
+            rows = [rows[index] for index in going.tolist()]
+        return answers
 
     def _decode(self, index: int, tokens: AnswerTokens, limit: int) -> Answer:
         """Return the answer that continued tokens are, up to its own limit, which its batch may exceed."""
@@ -268,22 +314,29 @@ class LocalEngine:
         """
         from transformers import LogitsProcessorList
 
-        record = ChosenLogprobs() if self._keeps_tokens else None
-        processors: list[Any] = [record] if record is not None else []
+        record = ChosenLogprobs(len(encoded)) if self._keeps_tokens else None
+        processors: list[RowProcessor] = [record] if record is not None else []
         if self.sampling.temperature > 0:
             processors.append(GumbelNoise(self.sampling.temperature, seeds))
-        options: dict[str, Any] = {"logits_processor": LogitsProcessorList(processors)}
-        prefixes = self._prefixes if keeps_prefixes else None
-        if prefixes is not None:
-            options["past_key_values"] = prefixes.read(encoded)
-        generated = self.generate(encoded, max_new_tokens, **options)
-        logprobs = record.finish(generated).tolist() if record is not None else [()] * len(encoded)
+        prefixes = self._prefixes
+        assert prefixes is not None, "nothing was published"
+        cache = prefixes.read(encoded) if keeps_prefixes else None
+        if cache is None and prefixes.can_continue and not counts_from_prompt(self.model.generation_config):
+            rows = self._generate_shrinking(encoded, max_new_tokens, processors)
+        else:
+            options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+            options["logits_processor"] = LogitsProcessorList(processors)
+            generated = self.generate(encoded, max_new_tokens, **options)
+            for processor in processors:
+                processor.end_pass(generated)
+            rows = generated.tolist()
+        logprobs = record.logprobs.tolist() if record is not None else [()] * len(encoded)
         continued = []
-        for prompt, row, row_logprobs in zip(encoded, generated.tolist(), logprobs, strict=True):
+        for prompt, row, row_logprobs in zip(encoded, rows, logprobs, strict=True):
             end = next((i + 1 for i, token in enumerate(row) if token in self.stop_ids), len(row))
             continued.append(AnswerTokens(tuple(prompt), tuple(row[:end]), tuple(row_logprobs[:end])))
-        if prefixes is not None:
-            prefixes.keep(options["past_key_values"], encoded, [tokens.ids for tokens in continued])
+        if cache is not None:
+            prefixes.keep(cache, encoded, [tokens.ids for tokens in continued])
         return continued
 
     def _seed(self, prompt: Prompt) -> int:
@@ -291,6 +344,56 @@ class LocalEngine:
             return prompt.seed
         text = f"{self.sampling.seed} {prompt.conversation.digest()}" + (f" {prompt.sample}" if prompt.sample else "")
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+
+
+class RowProcessor(Protocol):
+    """Logits processor with a state for each row of a batch."""
+
+    def __call__(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Return the logits ``[b, vocabulary]`` to choose from after ``tokens`` ``[b, s]``."""
+        ...
+
+    def end_pass(self, generated: Tensor) -> None:
+        """Take note of the tokens ``[b, s]`` that were generated by now, of which none follows before ``select``."""
+        ...
+
+    def select(self, going: Tensor) -> None:
+        """Continue with these rows of the batch alone."""
+        ...
+
+
+class HalfEnded:
+    """Stopping criterion that ends all rows once half of them have ended.
+
+    Args:
+        width: Tokens of a row before those that are generated.
+        stop_ids: Tokens that end an answer.
+    """
+
+    def __init__(self, width: int, stop_ids: Set[int]):
+        self._width, self._stop_ids = width, stop_ids
+
+    def __call__(self, tokens: Tensor, scores: Any, **options: Any) -> Tensor:
+        """Return for each row ``[b]`` whether it ends."""
+        ended = find_ended(tokens[:, self._width :], self._stop_ids)
+        return (2 * ended.sum() >= len(ended)).expand(len(ended))
+
+
+def find_ended(generated: Tensor, stop_ids: Set[int]) -> Tensor:
+    """Return for each row of ``generated`` ``[b, s]`` whether it has a token that ends an answer, ``[b]``."""
+    return torch.isin(generated, torch.tensor(sorted(stop_ids), device=generated.device)).any(dim=1)
+
+
+# Settings that depend on where the prompt ends, or on more than the tokens: generation cannot be interrupted with them.
+_FROM_PROMPT = (
+    *("begin_suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id"),
+    *("guidance_scale", "max_time", "min_length", "min_new_tokens", "penalty_alpha", "prompt_lookup_num_tokens"),
+)
+
+
+def counts_from_prompt(generation_config: Any) -> bool:
+    """Return True if a model's generation config has settings that depend on where the prompt ends."""
+    return (generation_config.num_beams or 1) > 1 or any(getattr(generation_config, key, None) for key in _FROM_PROMPT)
 
 
 class GumbelNoise:
@@ -312,16 +415,28 @@ class GumbelNoise:
         noise = -torch.log(-torch.log(uniform))
         return logits.double() / self._temperature + noise.to(logits.device)
 
+    def end_pass(self, generated: Tensor) -> None:
+        """Do nothing."""
+
+    def select(self, going: Tensor) -> None:
+        """Continue with these rows of the batch alone."""
+        self._generators = [self._generators[index] for index in going.tolist()]
+
 
 class ChosenLogprobs:
     """Logits processor that records the log-probabilities of the tokens that are chosen, before any noise.
 
     A step's token is known at the next step only, so one step's logits are kept and not those of all.
+
+    Args:
+        num_rows: Rows of the batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int) -> None:
         self._logits: Tensor | None = None
         self._chosen: list[Tensor] = []
+        self._num_rows = num_rows
+        self._rows = torch.arange(num_rows)
 
     def __call__(self, tokens: Tensor, logits: Tensor) -> Tensor:
         """Return the logits ``[b, vocabulary]`` unchanged; ``tokens`` ``[b, s]`` end with the previous choice."""
@@ -330,15 +445,26 @@ class ChosenLogprobs:
         self._logits = logits
         return logits
 
-    def finish(self, generated: Tensor) -> Tensor:
-        """Return the log-probabilities ``[b, s]`` of the generated tokens ``[b, s]``."""
+    def end_pass(self, generated: Tensor) -> None:
+        """Record the last token."""
         self._take(generated[:, -1])
+        self._logits = None
+
+    def select(self, going: Tensor) -> None:
+        """Continue with these rows of the batch alone."""
+        self._rows = self._rows.to(going.device)[going]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Log-probabilities ``[b, s]`` of the tokens of all rows, 0 after those that were left out had ended."""
         return torch.stack(self._chosen, dim=1)
 
     def _take(self, chosen: Tensor) -> None:
         assert self._logits is not None
         logprobs = self._logits.float().log_softmax(-1)
-        self._chosen.append(logprobs.gather(1, chosen[:, None]).squeeze(1))
+        of_all = logprobs.new_zeros(self._num_rows)
+        of_all[self._rows.to(logprobs.device)] = logprobs.gather(1, chosen[:, None]).squeeze(1)
+        self._chosen.append(of_all)
 
 
 def _load_model(model_dir: Path, adapter_dir: Path | None, device: torch.device) -> Any:

@@ -1,4 +1,6 @@
-"""Long prompts in this process: read in several passes, and only what the last prompt of a conversation lacked."""
+"""What a model in this process computes: long prompts in several passes, only what the last prompt of a conversation
+lacked, and no answers that have ended.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def draw(*lengths: int, seed: int = 0) -> list[tuple[int, ...]]:
 
 def ask(engine: LocalEngine, prompts: Sequence[Sequence[int]], *, is_continued: bool = False) -> list[Answer]:
     """Return the answers of up to 12 tokens to prompts that are given as token ids, in their order."""
-    asked = [Prompt(Conversation(()), 12, ids=tuple(ids), seed=7, is_continued=is_continued) for ids in prompts]
+    asked = [Prompt(Conversation(()), 12, ids=tuple(ids), seed=len(ids), is_continued=is_continued) for ids in prompts]
     answers = sorted(engine.answer(asked), key=lambda answer: answer.index)
     assert all(answer.error is None for answer in answers)
     return answers
@@ -154,6 +156,29 @@ def test_the_cache_that_a_generation_config_asks_for_changes_no_answer(
         request.getfixturevalue("short_passes")
         check_equal(ask(engine, prompts), expected)
     check_equal(ask(engine, longer), continued)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != LONG_ROPE])
+def test_answers_that_have_ended_leave_the_batch_and_change_no_other(kind: str, watch: Callable[[Any], Passes]) -> None:
+    engine = LocalEngine(TINY_BASE, model=make_policy(kind), keeps_tokens=True, sampling=Sampling(50.0))
+    engine.stop_ids = frozenset(range(0, VOCABULARY, 4))  # which a random model draws every fourth time
+    prompts = draw(*range(9, 29))
+    alone = [ask(engine, [prompt])[0] for prompt in prompts]
+    passes = watch(engine.model)
+    check_equal(ask(engine, prompts), alone)
+    lengths = list(map(len, list_ids(alone)))
+    assert [rows for rows, width in passes.shapes if width == 1] == list_sizes(lengths)
+    assert list_sizes(lengths)[-1] <= 5
+
+
+def list_sizes(lengths: Sequence[int]) -> list[int]:
+    """Return the rows of each pass after the first, if those that have ended leave once they are half."""
+    sizes, batch = [], list(lengths)
+    for num_tokens in range(1, max(lengths)):
+        if 2 * sum(length <= num_tokens for length in batch) >= len(batch):
+            batch = [length for length in batch if length > num_tokens]
+        sizes.append(len(batch))
+    return sizes
 
 
 class LargestTensor(TorchDispatchMode):
