@@ -149,6 +149,7 @@ def test_a_measured_model_is_not_loaded_again(answered: Path) -> None:
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.thorough
 def test_an_unanswered_case_needs_the_model(answered: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(answered, tmp_path / "before")
     lines = (copy / "smoke.jsonl").read_text().splitlines(keepends=True)

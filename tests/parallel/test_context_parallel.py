@@ -64,7 +64,7 @@ def test_losses_and_gradients_are_those_of_whole_rows(num_ranks: int, model_type
 @pytest.mark.parametrize(
     ("num_ranks", "model_types"),
     [
-        (2, ["gpt_oss", "gemma3_text"]),
+        pytest.param(2, ["gpt_oss", "gemma3_text"], marks=pytest.mark.thorough),
         pytest.param(2, list(FAMILIES), marks=SLOW),
         pytest.param(4, list(FAMILIES), marks=SLOW),
     ],

@@ -225,7 +225,7 @@ def track_peak(world: World, config: RunConfig) -> int:
     return next(int(size) for kind, size in peak.items() if getattr(kind, "value", kind) == "Total")
 
 
-@pytest.mark.parametrize("expert", [1, 2])
+@pytest.mark.parametrize("expert", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_the_planned_peak_with_experts_in_4_bits_is_the_trackers(
     expert: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,17 +94,20 @@ def test_planned_state_equals_real_shards_to_the_byte(
 @pytest.mark.parametrize(
     ("parallel", "raw"),
     [
-        ({"mode": "fsdp", "expert": 2}, {"precision": "bf16_mixed"}),  # two groups of two ranks
-        (
+        # Two groups of two ranks.
+        pytest.param({"mode": "fsdp", "expert": 2}, {"precision": "bf16_mixed"}, id="full", marks=pytest.mark.thorough),
+        pytest.param(
             {"mode": "hsdp", "replicate": 2, "expert": 4},
             {"precision": "bf16", "adapter": ADAPTER | {"modules": ["q_proj", "experts.down_proj"]}},
+            id="lora",
+            marks=pytest.mark.thorough,
         ),
-        (
+        pytest.param(
             {"mode": "fsdp", "expert": 2},
             {"precision": "bf16", "adapter": ADAPTER | {"modules": ["q_proj"], "base": "mxfp4"}},
+            id="4 bits",
         ),
     ],
-    ids=["full", "lora", "4 bits"],
 )
 def test_planned_state_of_spread_experts_is_what_four_ranks_hold(
     parallel: dict[str, Any], raw: dict[str, Any], tmp_path: Path
@@ -280,7 +283,7 @@ FULL = {"precision": "bf16_mixed"}
     ("raw", "setting"),
     [
         pytest.param(FULL, Setting("fsdp", 1, 4, 0.5, 2), marks=pytest.mark.thorough),
-        (FULL, Setting("hsdp", 2, 2, 1.0, 1, 2)),
+        pytest.param(FULL, Setting("hsdp", 2, 2, 1.0, 1, 2), marks=pytest.mark.thorough),
         (LORA, Setting("fsdp", 1, 4, 1.0, 2)),
         pytest.param(LORA, Setting("fsdp", 1, 4, 0.0, 4, context=4), marks=pytest.mark.thorough),
         pytest.param(LORA, Setting("fsdp", 1, 4, 1.0, 2, mlp_tiles=8), marks=pytest.mark.thorough),

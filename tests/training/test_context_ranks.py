@@ -30,7 +30,9 @@ def train_all(base: Path, folder: Path, runs: list[tuple[int, dict[str, Any]]], 
         compare(results[0], other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("adapter", [ADAPTER, None], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "adapter", [pytest.param(ADAPTER, id="lora"), pytest.param(None, id="full", marks=pytest.mark.thorough)]
+)
 def test_conversations_that_cross_the_split_train_as_on_one_rank(
     adapter: dict[str, Any] | None, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:

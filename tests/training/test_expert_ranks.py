@@ -63,6 +63,7 @@ def test_adapters_on_experts_train_alike_on_any_number_of_ranks(base: Path, tmp_
     check_equal(train_all(base, tmp_path, runs, adapter=ADAPTER))
 
 
+@pytest.mark.thorough
 def test_all_weights_train_alike_on_any_number_of_ranks(base: Path, tmp_path: Path) -> None:
     # Five experts do not divide over the ranks, so shards are uneven.
     runs = [(1, {}), (2, {"parallel": {"mode": "fsdp"}}), (4, {"parallel": {"mode": "hsdp", "replicate": 2}})]
@@ -88,6 +89,7 @@ def test_spread_experts_with_biases_train_all_their_weights_as_on_one_rank(tmp_p
     check_equal(train_all(base, tmp_path, runs, adapter=None))
 
 
+@pytest.mark.thorough
 def test_a_float32_router_in_a_bfloat16_model_trains_in_shards(tmp_path: Path) -> None:
     base = save_base("ernie4_5_moe", tmp_path / "base", with_tokenizer=True, num_experts=4)
     common = {"adapter": None, "precision": "bf16", "max_steps": 3, "validation": {"every": 0}, "data": SMALL}

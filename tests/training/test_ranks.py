@@ -137,8 +137,8 @@ def list_trainings() -> Iterator[Training]:
     [
         (1, False),
         (2, False),
-        (3, False),
-        (4, False),
+        pytest.param(3, False, marks=pytest.mark.thorough),
+        pytest.param(4, False, marks=pytest.mark.thorough),
         pytest.param(2, True, marks=pytest.mark.thorough),
         pytest.param(4, True, marks=pytest.mark.thorough),
     ],

@@ -279,7 +279,7 @@ def train_with_slow_measurements(world: World, config: RunConfig, path: Path, ru
     return recorder.metrics
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("runs_ahead", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_steps_time_is_without_validation_and_evaluation(
     runs_ahead: bool, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -151,6 +151,7 @@ def test_the_answers_of_a_sharded_model_are_those_of_the_export(kind: str, cases
         assert len(set(answers["live"])) > 3
 
 
+@pytest.mark.thorough
 def test_evaluation_that_would_cost_too_much_is_left_out_but_for_the_first_and_last(
     cases: Path, tmp_path: Path
 ) -> None:
