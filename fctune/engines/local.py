@@ -24,6 +24,8 @@ from fctune.models.precision import is_emulated
 from fctune.runs.device import total_memory
 
 if TYPE_CHECKING:
+    from transformers import DynamicCache
+
     from fctune.models.transformers.prefix_cache import PrefixCache
 
 _NUM_SHOWN = 3
@@ -142,20 +144,18 @@ class LocalEngine:
             try:
                 limit = max(prompts[i].max_new_tokens for i in batch)
                 asked = [encoded[i] for i in batch], [seeds[i] for i in batch]
-                continued = self.continue_tokens(*asked, limit, keeps_prefixes=batch[0] in kept)
+                for row, tokens in self.continue_tokens(*asked, limit, keeps_prefixes=batch[0] in kept):
+                    waiting.remove(batch[row])
+                    yield self._decode(batch[row], tokens, prompts[batch[row]].max_new_tokens)
             except torch.OutOfMemoryError as error:
                 if prefixes:
                     prefixes.retain(())
-                    continue
-                if len(batch) > 1:
+                elif len(batch) > 1:
                     self.batch_size = max(1, len(batch) // 2)
-                    continue
-                reason = f"out of memory ({' '.join(str(error).split())[:160]})"
-                yield Answer(batch[0], error=reason, version=self.version)
-            else:
-                for index, tokens in zip(batch, continued, strict=True):
-                    yield self._decode(index, tokens, prompts[index].max_new_tokens)
-            waiting = waiting[len(batch) :]
+                else:
+                    reason = f"out of memory ({' '.join(str(error).split())[:160]})"
+                    waiting.remove(batch[0])
+                    yield Answer(batch[0], error=reason, version=self.version)
 
     def generate(self, encoded: list[list[int]], max_new_tokens: int, **options: Any) -> Tensor:
         """Return the token ids ``[b, s]`` that the model generates after each prompt, padded after its last."""
@@ -203,36 +203,53 @@ class LocalEngine:
 
     def _generate_shrinking(
         self, encoded: list[list[int]], max_new_tokens: int, processors: Sequence[RowProcessor]
-    ) -> list[list[int]]:
+    ) -> Iterator[dict[int, list[int]]]:
         """Generate after each prompt, without the answers that have ended once they are half of the batch.
 
         They would be computed until the longest answer ends.
+
+        Yields:
+            Token ids by the index of the prompt, of the answers that have ended since the last time.
         """
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
         tokens, mask = self._pad(encoded)
         width, rows = tokens.shape[1], list(range(len(encoded)))
-        answers: list[list[int]] = [[] for _ in encoded]
         options: dict[str, Any] = {"logits_processor": LogitsProcessorList(processors)}
         options["stopping_criteria"] = StoppingCriteriaList([HalfEnded(width, self.stop_ids)])
         while rows:
             result = self._extend(tokens, mask, max_new_tokens - tokens.shape[1] + width, **options)
             generated = result.sequences[:, width:]
-            for row, ids in zip(rows, generated.tolist(), strict=True):
-                answers[row] = ids
-            going = (~find_ended(generated, self.stop_ids)).nonzero().squeeze(1)
-            if generated.shape[1] == max_new_tokens:
-                going = going[:0]
+            is_going = ~find_ended(generated, self.stop_ids) & (generated.shape[1] < max_new_tokens)
+            for processor in processors:
+                processor.end_pass(generated)
+            ends = zip(rows, generated.tolist(), is_going.tolist(), strict=True)
+            yield {row: ids for row, ids, goes_on in ends if not goes_on}
+            going = is_going.nonzero().squeeze(1)
             num_new = result.sequences.shape[1] - tokens.shape[1]
             tokens = result.sequences[going]
             mask = torch.cat([mask, mask.new_ones(len(mask), num_new)], dim=1)[going]
             result.past_key_values.batch_select_indices(going)
             options["past_key_values"] = result.past_key_values
             for processor in processors:
-                processor.end_pass(generated)
                 processor.select(going)
             rows = [rows[index] for index in going.tolist()]
-        return answers
+
+    def _generate_together(
+        self,
+        encoded: list[list[int]],
+        max_new_tokens: int,
+        processors: Sequence[RowProcessor],
+        cache: DynamicCache | None,
+    ) -> Iterator[dict[int, list[int]]]:
+        """Generate after each prompt until all answers have ended; yields once, as ``_generate_shrinking`` does."""
+        from transformers import LogitsProcessorList
+
+        options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        generated = self.generate(encoded, max_new_tokens, logits_processor=LogitsProcessorList(processors), **options)
+        for processor in processors:
+            processor.end_pass(generated)
+        yield dict(enumerate(generated.tolist()))
 
     def _decode(self, index: int, tokens: AnswerTokens, limit: int) -> Answer:
         """Return the answer that continued tokens are, up to its own limit, which its batch may exceed."""
@@ -300,7 +317,7 @@ class LocalEngine:
 
     def continue_tokens(
         self, encoded: list[list[int]], seeds: list[int], max_new_tokens: int, keeps_prefixes: bool = False
-    ) -> list[AnswerTokens]:
+    ) -> Iterator[tuple[int, AnswerTokens]]:
         """Continue a batch of prompts; without its stop token, a continuation was cut off.
 
         Args:
@@ -309,11 +326,10 @@ class LocalEngine:
             max_new_tokens: Limit of tokens.
             keeps_prefixes: Keep what is read and generated for the next prompts of these conversations.
 
-        Returns:
-            The ids with their log-probabilities; without these unless the engine keeps tokens.
+        Yields:
+            The index of a prompt and its ids with their log-probabilities, without these unless the engine keeps
+            tokens; short ones first, as soon as they have left the batch.
         """
-        from transformers import LogitsProcessorList
-
         record = ChosenLogprobs(len(encoded)) if self._keeps_tokens else None
         processors: list[RowProcessor] = [record] if record is not None else []
         if self.sampling.temperature > 0:
@@ -322,22 +338,22 @@ class LocalEngine:
         assert prefixes is not None, "nothing was published"
         cache = prefixes.read(encoded) if keeps_prefixes else None
         if cache is None and prefixes.can_continue and not counts_from_prompt(self.model.generation_config):
-            rows = self._generate_shrinking(encoded, max_new_tokens, processors)
+            passes = self._generate_shrinking(encoded, max_new_tokens, processors)
         else:
-            options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
-            options["logits_processor"] = LogitsProcessorList(processors)
-            generated = self.generate(encoded, max_new_tokens, **options)
-            for processor in processors:
-                processor.end_pass(generated)
-            rows = generated.tolist()
-        logprobs = record.logprobs.tolist() if record is not None else [()] * len(encoded)
-        continued = []
-        for prompt, row, row_logprobs in zip(encoded, rows, logprobs, strict=True):
-            end = next((i + 1 for i, token in enumerate(row) if token in self.stop_ids), len(row))
-            continued.append(AnswerTokens(tuple(prompt), tuple(row[:end]), tuple(row_logprobs[:end])))
-        if cache is not None:
-            prefixes.keep(cache, encoded, [tokens.ids for tokens in continued])
-        return continued
+            passes = self._generate_together(encoded, max_new_tokens, processors, cache)
+        for ended in passes:
+            logprobs = None if record is None else record.logprobs.tolist()
+            cut = {row: self._cut(ids) for row, ids in ended.items()}
+            if cache is not None:
+                prefixes.keep(cache, encoded, [cut[row] for row in range(len(encoded))])
+            for row, ids in cut.items():
+                of_row = () if logprobs is None else tuple(logprobs[row][: len(ids)])
+                yield row, AnswerTokens(tuple(encoded[row]), ids, of_row)
+
+    def _cut(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return generated token ids up to the one that ends the answer."""
+        end = next((i + 1 for i, token in enumerate(ids) if token in self.stop_ids), len(ids))
+        return tuple(ids[:end])
 
     def _seed(self, prompt: Prompt) -> int:
         if prompt.seed is not None:

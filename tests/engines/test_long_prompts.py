@@ -59,10 +59,14 @@ def draw(*lengths: int, seed: int = 0) -> list[tuple[int, ...]]:
     return [tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()) for length in lengths]
 
 
+def to_prompts(prompts: Sequence[Sequence[int]], is_continued: bool = False) -> list[Prompt]:
+    """Return prompts that are given as token ids, for answers of up to 12 tokens."""
+    return [Prompt(Conversation(()), 12, ids=tuple(ids), seed=len(ids), is_continued=is_continued) for ids in prompts]
+
+
 def ask(engine: LocalEngine, prompts: Sequence[Sequence[int]], *, is_continued: bool = False) -> list[Answer]:
-    """Return the answers of up to 12 tokens to prompts that are given as token ids, in their order."""
-    asked = [Prompt(Conversation(()), 12, ids=tuple(ids), seed=len(ids), is_continued=is_continued) for ids in prompts]
-    answers = sorted(engine.answer(asked), key=lambda answer: answer.index)
+    """Return the answers to prompts that are given as token ids, in their order."""
+    answers = sorted(engine.answer(to_prompts(prompts, is_continued)), key=lambda answer: answer.index)
     assert all(answer.error is None for answer in answers)
     return answers
 
@@ -169,6 +173,10 @@ def test_answers_that_have_ended_leave_the_batch_and_change_no_other(kind: str, 
     lengths = list(map(len, list_ids(alone)))
     assert [rows for rows, width in passes.shapes if width == 1] == list_sizes(lengths)
     assert list_sizes(lengths)[-1] <= 5
+    passes.shapes.clear()
+    known = {answer.index: len(passes.shapes) for answer in engine.answer(to_prompts(prompts))}
+    half = sorted(lengths)[len(lengths) // 2 - 1]
+    assert all(known[index] == half for index, length in enumerate(lengths) if length <= half), "before the others"
 
 
 def list_sizes(lengths: Sequence[int]) -> list[int]:

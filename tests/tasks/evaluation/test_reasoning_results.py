@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fctune.calls.formats.registry import FORMATS
 from fctune.calls.reasoning.base import Reasoning
 from fctune.calls.reasoning.registry import REASONING_FORMATS
 from fctune.data.conversation import Conversation, Message
-from fctune.engines.engine import Answer, Prompt
+from fctune.engines.engine import Answer, AnswerTokens, Prompt
 from fctune.engines.local import LocalEngine
 from fctune.engines.server import ServerEngine, to_messages
 from fctune.tasks.episode import read_answer
@@ -124,14 +124,14 @@ class Scripted(LocalEngine):
 
     texts: list[str]
 
-    def generate(self, encoded: list[list[int]], max_new_tokens: int, **options: Any) -> Any:
-        import torch
-
+    def continue_tokens(
+        self, encoded: list[list[int]], seeds: list[int], max_new_tokens: int, keeps_prefixes: bool = False
+    ) -> Iterator[tuple[int, AnswerTokens]]:
         self.encoded = encoded
         stop = min(self.template.stop_ids)
-        rows = [[*self.template.tokenizer.encode(text, add_special_tokens=False), stop] for text in self.texts]
-        width = max(map(len, rows))
-        return torch.tensor([row + [stop] * (width - len(row)) for row in rows])
+        for row, (prompt, text) in enumerate(zip(encoded, self.texts, strict=True)):
+            ids = self.template.tokenizer.encode(text, add_special_tokens=False)
+            yield row, AnswerTokens(tuple(prompt), (*ids, stop), ())
 
 
 def test_in_process_the_reasoning_is_split_by_the_template_and_counted(tiny_base: Path, tmp_path: Path) -> None:
