@@ -119,7 +119,7 @@ test-slow: setup
 # Further cases of claims that `make test` checks on some, and tests that wait: disks that hang, real launchers, services
 # that are killed, all of the leaderboard's mutated answers. CI runs them: about 10 minutes.
 test-thorough: setup
-	$(BIN)/python -m pytest -m thorough -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -m "thorough and not slow and not gpu" -n $(WORKERS) --dist worksteal
 
 # Build the wheel, install it in a fresh environment, and train and evaluate with it in an empty folder: 3 minutes.
 test-wheel: setup
