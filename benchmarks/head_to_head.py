@@ -9,8 +9,9 @@ length, and as many of them a step. TRL gets the rows as it renders them rightly
 arguments as objects, read by ``load_dataset``, its training template, ``assistant_only_loss``; it packs where no
 conversation attends to another, which is tried.
 
-Both train a quarter of the tokens with each of three learning rates, of which the best by mean accuracy on the
-validation share trains all tokens with several seeds. One judge measures all results as merged models, in process or
+Both train a quarter of the tokens with each of three learning rates, of which the best on the validation share trains
+all tokens with several seeds: by the harmonic mean of the accuracies where a call is due and where none is, since a
+model that calls nothing has a third of a plain mean. One judge measures all results as merged models, in process or
 served by one vLLM. --defaults also trains each tool as it is without any setting: fctune with its shipped config; TRL
 with SFTConfig's defaults, which train all weights, on rows as OpenAI's API returns them.
 
@@ -50,6 +51,7 @@ from benchmarks.peer_rows import find_version, to_form
 from benchmarks.real_arguments import add_model_options, check_model, run_benchmark
 from benchmarks.real_measuring import CATEGORIES, UNSEEN, SplitName, Subject, answers_dir, load_suites, measure
 from benchmarks.real_model import find_public_files, run_module, train_once
+from benchmarks.real_public_sets import NO_CALL
 from benchmarks.training import PACKAGES, describe_machine, keep
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.files import write_atomically
@@ -67,6 +69,7 @@ NAMES = {"fctune": "fctune", "trl": "TRL", "llamafactory": "LLaMA-Factory", "axo
 LEARNING_RATES = (1e-4, 2e-4, 4e-4)
 SEARCH_SHARE = 4  # the search for a learning rate trains this fraction of the tokens
 _SEARCH_SEED = 0
+_WITHOUT_CALL = ("irrelevance", "live_irrelevance", "no_call")  # categories in which no call is right
 _QWEN = "You are Qwen, created by Alibaba Cloud"  # in the template
 _COUNTS = {
     "steps": "steps",
@@ -260,9 +263,23 @@ def mean_accuracy(verdicts: dict[str, dict[str, bool]]) -> float:
     return statistics.mean(statistics.mean(of_category.values()) for of_category in verdicts.values())
 
 
+def balance_accuracy(verdicts: dict[str, dict[str, bool]]) -> float:
+    """Return the harmonic mean of the mean accuracies over categories where a call is due and where none is."""
+    groups: dict[bool, dict[str, dict[str, bool]]] = {}
+    for category, of_category in verdicts.items():
+        is_without = category in _WITHOUT_CALL or category.endswith(NO_CALL)
+        groups.setdefault(is_without, {})[category] = of_category
+    return statistics.harmonic_mean([mean_accuracy(group) for group in groups.values()])
+
+
 def choose_rate(searches: Sequence[dict[str, Any]]) -> float:
-    """Return the learning rate of the best training of a search; of equal ones the lowest."""
-    best = max(searches, key=lambda one: (mean_accuracy(one["verdicts"]), -one["learning_rate"]))
+    """Return the learning rate of the best training of a search; of equal ones that with the better mean, then the
+    lowest.
+    """
+    best = max(
+        searches,
+        key=lambda one: (balance_accuracy(one["verdicts"]), mean_accuracy(one["verdicts"]), -one["learning_rate"]),
+    )
     return float(best["learning_rate"])
 
 

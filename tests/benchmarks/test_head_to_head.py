@@ -17,7 +17,17 @@ from typing import Any
 import pytest
 
 from benchmarks import head_to_head, head_to_head_peers
-from benchmarks.head_to_head import Training, compare, format_report, main, run_step, sign_flip_p, summarize
+from benchmarks.head_to_head import (
+    Training,
+    balance_accuracy,
+    choose_rate,
+    compare,
+    format_report,
+    main,
+    run_step,
+    sign_flip_p,
+    summarize,
+)
 from benchmarks.head_to_head_peers import COMMANDS, count, make_settings
 from benchmarks.head_to_head_trl import Job
 from benchmarks.real_rows import to_cases, write_rows
@@ -58,6 +68,22 @@ def test_accuracies_are_means_over_seeds_with_the_interval_of_the_cases() -> Non
     assert both["mean_over_categories_by_seed"] == {"fctune": [0.8, 0.6], "trl": [0.5, 0.5]}
     with pytest.raises(DataError, match="different cases"):
         compare(ours[:1], make_results("trl", [[True] * 9]))
+
+
+def make_search(rate: float, **num_right: int) -> dict[str, Any]:
+    """A training of the search, with a number of right answers to five cases in each category."""
+    verdicts = {name: {f"{name}-{i}": i < right for i in range(5)} for name, right in num_right.items()}
+    return {"learning_rate": rate, "verdicts": verdicts}
+
+
+def test_a_model_that_never_calls_or_always_does_is_not_chosen() -> None:
+    never = make_search(1e-4, simple_python=0, multiple=0, irrelevance=5, no_call=5, set_no_call=5)
+    always = make_search(2e-4, simple_python=5, multiple=5, irrelevance=0, no_call=0, set_no_call=0)
+    both = make_search(4e-4, simple_python=2, multiple=1, irrelevance=1, no_call=0, set_no_call=1)
+    assert choose_rate([never, always, both]) == 4e-4
+    assert balance_accuracy(both["verdicts"]) == pytest.approx(2 / (1 / 0.3 + 1 / (2 / 15)))
+    assert choose_rate([always, never]) == 1e-4  # neither can be used; the one with the better mean
+    assert choose_rate([make_search(2e-4, multiple=3), make_search(1e-4, multiple=3)]) == 1e-4
 
 
 def test_every_tool_is_compared_with_fctune_on_one_seed_and_a_failed_one_is_named() -> None:
