@@ -117,7 +117,7 @@ test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
 # Further cases of claims that `make test` checks on some, and tests that wait: disks that hang, real launchers, services
-# that are killed, all of the leaderboard's mutated answers. CI runs them: about 15 minutes.
+# that are killed, all of the leaderboard's mutated answers. CI runs them where time is left.
 test-thorough: setup
 	$(BIN)/python -m pytest -m "thorough and not slow and not gpu" -n $(WORKERS) --dist worksteal
 

@@ -11,7 +11,7 @@ conversation attends to another, which is tried.
 
 Both train a quarter of the tokens with each of three learning rates, of which the best on the validation share trains
 all tokens with several seeds: by the harmonic mean of the accuracies where a call is due and where none is, since a
-model that calls nothing has a third of a plain mean. One judge measures all results as merged models, in process or
+plain mean rewards a model that calls nothing. One judge measures all results as merged models, in process or
 served by one vLLM. --defaults also trains each tool as it is without any setting: fctune with its shipped config; TRL
 with SFTConfig's defaults, which train all weights, on rows as OpenAI's API returns them.
 

@@ -200,8 +200,9 @@ def _count_cost(counter: FlopCounter, batch: Batch) -> float:
     """Return the FLOPs of a micro-batch; a row of padding alone costs as much as its tokens."""
     lengths = batch.lengths or tuple((length,) for length in batch.row_lengths)
     pairs = sum(length * (length + 1) // 2 for row in lengths for length in row)
-    counts = batch.num_tokens, batch.num_supervised, pairs
-    return counter.hardware(batch.tokens.numel(), *counts) if batch.num_tokens else 0.0
+    if not batch.num_tokens:
+        return 0.0
+    return counter.hardware(batch.tokens.numel(), batch.num_tokens, batch.num_supervised, pairs)
 
 
 def format_page(result: dict[str, Any]) -> str:

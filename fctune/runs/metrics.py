@@ -73,8 +73,9 @@ class FlopCounter:
         blocks = self.num_parameters - self.num_head - self.num_embedding
         again = 2 * self.recomputed * (blocks + self.num_adapter)
         products = num_slots * (times * blocks + 6 * self.num_adapter + again)
-        again = 4 * self._sum_attention(num_tokens, num_pairs) * self.recomputed_attention
-        return products + num_supervised * times * self.num_head + self.attention(num_tokens, num_pairs) + again
+        attention = self.attention(num_tokens, num_pairs)
+        attention += 4 * self._sum_attention(num_tokens, num_pairs) * self.recomputed_attention
+        return products + num_supervised * times * self.num_head + attention
 
     def dense_attention(self, num_tokens: int, seq_len: int) -> float:
         """Count attention as PaLM and torchtitan do: all ``seq_len`` keys of a row, including masked ones."""

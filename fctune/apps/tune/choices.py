@@ -81,7 +81,7 @@ class Shipped:
 
     @cached_property
     def family(self) -> str:
-        """The model's ``model_type``."""
+        """Value of ``model_type`` in the model's config.json."""
         return _family(self.found[0])
 
     @cached_property
