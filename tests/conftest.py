@@ -69,8 +69,22 @@ def pytest_unconfigure() -> None:
     warm_interpreter.stop()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of real rows if ../shared/data is missing."""
+    """Mark the cases left out of a sample as thorough, and skip tests of real rows if ../shared/data is missing."""
+    cases: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("thorough"):
+            cases.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    for all_cases in cases.values():
+        mark = all_cases[0].get_closest_marker("sample")
+        assert mark is not None
+        (count,) = mark.args
+        step = max(1.0, (len(all_cases) - 1) / max(1, count - 1))  # the first, the last, and others evenly between
+        kept = {round(number * step) for number in range(count)}
+        for number, item in enumerate(all_cases):
+            if number not in kept:
+                item.add_marker(pytest.mark.thorough)
     if not REAL_DATA.is_dir():
         for item in items:
             if item.get_closest_marker("real_data"):

@@ -93,6 +93,7 @@ def outlast_the_time_out(world: World) -> dict[str, str]:
     }
 
 
+@pytest.mark.thorough
 def test_rank_0_may_take_longer_than_the_time_out_of_collectives() -> None:
     assert run_ranks(outlast_the_time_out, 2) == [{"slow": "returned 7", "failed": "raised rank 0"}] * 2
 

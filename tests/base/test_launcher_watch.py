@@ -46,6 +46,7 @@ def wait_for(condition: object, limit_s: float) -> bool:
     return False
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("phase", RECIPES)
 def test_a_rank_ends_soon_after_its_launcher_is_killed(phase: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.py"

@@ -39,6 +39,7 @@ def parse_job(job: Job) -> RunConfig:
     return config
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_models_of_public_shapes_have_their_published_sizes(name: str, tmp_path: Path) -> None:
     write_public_model(tmp_path / name, PUBLIC[name], is_small=False, num_texts=50)

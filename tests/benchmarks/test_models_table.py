@@ -185,6 +185,7 @@ def check_with_a_wrong_scale(world: World, folder: Path, sets: Path) -> dict[str
     return check_alone(world, find_entry("qwen3"), folder, sets, ("pack", "lora"))
 
 
+@pytest.mark.thorough
 def test_an_adapter_that_is_scaled_wrongly_fails(sets: Path, tmp_path: Path) -> None:
     outcomes = run_ranks(check_with_a_wrong_scale, 1, tmp_path, sets)[0]["outcomes"]
     assert outcomes["pack"]["passed"]

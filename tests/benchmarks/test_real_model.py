@@ -119,6 +119,7 @@ def test_a_part_that_cannot_be_measured_is_known_before_any_work(tmp_path: Path)
         load_parts(arguments)
 
 
+@pytest.mark.thorough
 def test_the_dialogues_and_the_cases_of_the_second_engine_are_always_the_same(tmp_path: Path) -> None:
     arguments = make_arguments(tmp_path, "--vllm", "python")
     arguments.parts = ["multi_turn", "second_engine"]
@@ -143,6 +144,7 @@ def test_each_part_leaves_a_result_file_and_keeps_its_answers(tmp_path: Path) ->
     assert measure_part(part, Subject(TINY_BASE), Subject(trained), arguments) == table
 
 
+@pytest.mark.thorough
 def test_the_second_engine_is_compared_case_by_case(tmp_path: Path) -> None:
     suite = load_suite(find_suite("smoke"))
     arguments = make_arguments(tmp_path / "out", "--vllm", "/nowhere/python", "--port", str(find_port()))

@@ -53,6 +53,7 @@ def assert_reads_back(call_format: CallFormat, calls: list[Call], tools: tuple[T
         assert is_equal(call.arguments, given_call.arguments, is_same_number_type=True), text
 
 
+@pytest.mark.sample(16)
 @needs_wheel
 @pytest.mark.parametrize("lenient", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["strict", "lenient"])
 @each_format
@@ -681,6 +682,7 @@ _MARKS = re.compile(
 )  # fmt: skip
 
 
+@pytest.mark.sample(12)
 @each_format
 def test_parse_both_equals_two_calls_of_parse(call_format: CallFormat) -> None:
     """The lenient reading is skipped only where its result would be the same."""
@@ -747,6 +749,7 @@ def cpu_time(call_format: CallFormat, text: str, lenient: bool) -> float:
     return time.process_time() - begun
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("lenient", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["strict", "lenient"])
 @each_format
 def test_four_times_the_text_takes_four_times_as_long(call_format: CallFormat, lenient: bool) -> None:
@@ -758,6 +761,7 @@ def test_four_times_the_text_takes_four_times_as_long(call_format: CallFormat, l
             assert min(ratios) < 8, (opening, end[:5])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "text",
     [
@@ -801,6 +805,7 @@ def test_a_call_with_anything_inserted_is_parsed_in_time(call_format: CallFormat
             assert time.process_time() - begun < 1, (cut, piece)
 
 
+@pytest.mark.sample(6)
 @each_format
 def test_5_mb_of_noise_are_parsed_in_time(call_format: CallFormat) -> None:
     rng = random.Random(5)

@@ -45,6 +45,7 @@ def test_ctrl_c_during_imports_leaves_one_line(module: str, arguments: list[str]
     assert done.stderr.strip() == "interrupted"
 
 
+@pytest.mark.thorough
 def test_ctrl_c_during_an_evaluation_says_how_many_answers_are_kept(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "fctune.cli", "eval", "--model", "fctune/assets/tiny_base"]

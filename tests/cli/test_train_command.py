@@ -42,6 +42,7 @@ def start(folder: Path, *arguments: str, command: tuple[str, ...] = ()) -> subpr
     )
 
 
+@pytest.mark.thorough
 def test_a_stopped_run_saves_and_the_same_command_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A stop is asked for with a file, which is looked for every two seconds; a step takes 60 ms.
     process = start(tmp_path, "max_steps=60", "checkpoint.every=0", command=("nohup", sys.executable))

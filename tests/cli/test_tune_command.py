@@ -404,6 +404,7 @@ def mend(run: str) -> list[str]:
     return shlex.split(command)
 
 
+@pytest.mark.thorough
 def test_a_gate_takes_over_the_answers_of_the_base_that_an_earlier_one_asked_for(
     tuned: Tuned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -429,6 +430,7 @@ def test_a_gate_takes_over_the_answers_of_the_base_that_an_earlier_one_asked_for
     assert f"base: held_out, no answers taken over from {path} (it has none)" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_remedy_is_a_command_of_tune_that_keeps_the_edits_and_the_rows_that_were_mixed_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -766,6 +768,7 @@ def test_the_commands_that_are_named_read_the_rows_in_the_same_way(
     assert load_run_config("out/tune.yaml").epochs == 2
 
 
+@pytest.mark.thorough
 def test_a_model_that_does_not_fit_or_lacks_a_template_or_is_gated_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

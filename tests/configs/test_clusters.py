@@ -54,6 +54,7 @@ def shape(config: RunConfig, model: dict[str, Any], folder: Path) -> CausalLM:
     return shaped
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in CASES]
 )

@@ -73,6 +73,7 @@ def test_every_form_of_a_real_row_is_a_valid_row(name: str) -> None:
         assert not list_problems(form, row), (form, list_problems(form, row))
 
 
+@pytest.mark.thorough
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1000), order=st.randoms(use_true_random=False))
 def test_forms_depend_on_the_seed_and_the_row_but_not_on_the_order(seed: int, order: random.Random) -> None:

@@ -138,6 +138,7 @@ def test_a_small_set_holds_out_a_conversation_with_all_that_is_made_of_it(tmp_pa
     assert not train.keys() & validation.keys()
 
 
+@pytest.mark.thorough
 def test_weights_count_for_what_is_made_of_a_row(tmp_path: Path) -> None:
     once = prepare(make_config(validation_share=0), TINY_BASE, tmp_path)
     source = SourceConfig(path="synthetic:train:240:3", weight=2.0)
@@ -188,6 +189,7 @@ def test_a_kind_that_applies_to_no_row_ends_the_preparation(tmp_path: Path) -> N
 # Replay --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("share", "weight"), [("10%", 1.0), (0.3, 2.5)])
 def test_replayed_rows_have_their_share_of_the_training_conversations(
     share: float | str, weight: float, tmp_path: Path
@@ -264,6 +266,7 @@ def written(request: pytest.FixtureRequest, clean: Path, tmp_path_factory: pytes
     return out
 
 
+@pytest.mark.sample(1)
 def test_a_file_of_augmented_rows_keeps_each_family_on_one_side(written: Path, clean: Path, tmp_path: Path) -> None:
     config = make_config(sources=[SourceConfig(path=str(written))], augment=None, validation_share=0.2)
     prepared = prepare(config, TINY_BASE, tmp_path)

@@ -281,6 +281,7 @@ def check_conversion(source: str, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in once.read_text().split("\n")[:-1]]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", WRITERS)
 @settings(max_examples=40, deadline=None)
 @given(rows=st.lists(TURNS, min_size=1, max_size=3))
@@ -514,6 +515,7 @@ def test_a_source_without_a_usable_row_and_a_truncated_one_leave_no_file(tmp_pat
     assert sorted(tmp_path.iterdir()) == [truncated, source]
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     row = json.dumps(write_openai([("a" * 2_000, [(NAMES[0], {"q": "x" * 2_000})], "b" * 2_000)])) + "\n"
     peaks = []

@@ -95,6 +95,7 @@ def has_equal_tokens(tokenizer: tokenizers.Tokenizer, text: str) -> bool:
     return all(split.encode(text).ids.tolist() == expected for _ in range(2))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=texts)
 @settings(max_examples=60, deadline=None)

@@ -375,6 +375,7 @@ def test_several_processes_encode_the_same_set_as_one(
         list(encode_sources(data_config(path, overlong="drop"), tiny_base, Counts(), num_processes=2))
 
 
+@pytest.mark.thorough
 def test_processes_that_encode_do_not_import_the_launching_script(tiny_base: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"""

@@ -137,6 +137,7 @@ def test_only_the_turns_that_are_supervised_make_parts(tiny_base: Path) -> None:
     assert read_turns(calls, parts.samples) == read_turns(calls, calls.encode(TRACE))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(len(find_templates()) < 10, reason="trl is not installed: pip install -e '.[dev]'")
 def test_parts_of_every_public_template_train_what_the_whole_trains(tmp_path: Path) -> None:
     """Of templates that rewrite earlier turns, with reasoning in every turn."""

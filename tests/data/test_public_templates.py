@@ -214,6 +214,7 @@ def runs_of(sample: Encoded) -> Iterator[tuple[int, int]]:
     yield from zip(changes[::2], changes[1::2], strict=True)
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("public", ACCEPTED, ids=lambda public: public.name)
 def test_ids_masks_stop_tokens_and_calls_of_twenty_conversations(
     public: PublicTemplate, make_model: Callable[[str], Path]
@@ -384,6 +385,7 @@ VALUES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("public", ACCEPTED, ids=lambda public: public.name)
 def test_no_template_that_prints_every_value_is_rejected(
     public: PublicTemplate, make_model: Callable[[str], Path]

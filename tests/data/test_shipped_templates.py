@@ -222,6 +222,7 @@ def find_reasoning_format(source: str) -> ReasoningFormat:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=30)
 @given(

@@ -295,6 +295,7 @@ def test_a_template_that_cannot_be_trained_on_is_rejected(
         ChatTemplate(broken(source))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "hostile",
     [

@@ -62,6 +62,7 @@ def measure_peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "source"),
     [*MEMORY.items(), *TIME.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW.items())],
@@ -98,6 +99,7 @@ def join(parts: list[EncodedChunk], name: str) -> list[float]:
     return joined
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_a_row_that_exceeds_the_limits_is_a_defect_and_the_others_are_kept(
     num_processes: int, tiny_base: Path, write_template: Callable[[str], Path], write_rows: Callable[..., Path]
@@ -138,6 +140,7 @@ def test_a_prompt_that_exceeds_the_limits_is_an_error_and_the_next_one_is_render
     assert "Hi" in template.decode(template.encode_prompt(HI))
 
 
+@pytest.mark.thorough
 def test_the_processes_end_with_the_one_that_uses_them(write_template: Callable[[str], Path]) -> None:
     code = (
         "import os, sys; from fctune.data import tracing; from fctune.data.chat_template import ChatTemplate;"

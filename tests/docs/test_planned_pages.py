@@ -28,6 +28,7 @@ def test_the_pages_have_every_part_once() -> None:
     assert read_parts().keys() == cluster_pages.PARTS.keys()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.thorough if name == "long rows" else ()) for name in cluster_pages.PARTS],

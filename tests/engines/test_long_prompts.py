@@ -120,6 +120,7 @@ def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "_MIN_CHUNK", 5)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != LONG_ROPE])
 def test_a_prompt_read_in_parts_is_answered_as_one_read_at_once(
     kind: str, watch: Callable[[Any], Passes], request: pytest.FixtureRequest
@@ -228,6 +229,7 @@ def test_a_prompt_of_64k_tokens_is_read_512_at_a_time() -> None:
     assert prefix_cache.choose_chunk(64, 512) >= 512, "short prompts are read at once"
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != LONG_ROPE])
 def test_the_next_prompts_of_conversations_read_only_what_follows_and_are_answered_as_if_all_was_read(
     kind: str, watch: Callable[[Any], Passes]

@@ -58,6 +58,7 @@ def test_two_processes_do_not_share_a_state(open_session: Open) -> None:
     assert other.call("add", {"by": 1}).text == "1"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fault", "call_s", "reason"),
     [
@@ -91,6 +92,7 @@ def test_arguments_that_the_server_refuses_are_a_result(open_session: Open) -> N
     assert session.call("add", {"by": 1}).text == "1"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
 def test_a_server_that_hangs_does_not_outlive_a_process_that_is_killed() -> None:
     code = (

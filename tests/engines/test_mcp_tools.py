@@ -39,6 +39,7 @@ def test_a_server_that_refuses_the_token_is_reported_without_it() -> None:
     assert "wrong-token" not in str(found.value)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_hostile_answer_ends_in_a_sentence_within_its_limits(
     name: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

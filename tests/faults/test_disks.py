@@ -58,6 +58,7 @@ def read_exit(run: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_save_that_fails_once_is_made_up_for(start: Start, reference: Path, tmp_path: Path) -> None:
     ended = start(ranks=2, fault=Fault("enospc", "write", 1, 2))
     assert ended.codes == (0, 0)
@@ -102,6 +103,7 @@ def test_the_last_state_goes_to_the_other_disk_and_a_re_run_finds_it(
     assert not differences(run, reference, 1e-9)
 
 
+@pytest.mark.thorough
 def test_a_re_run_that_does_not_see_the_other_disk_resumes_from_the_runs_own(
     start: Start, reference: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_re_run_that_does_not_see_the_other_disk_resumes_from_the_runs_own(
     assert not differences(run, reference, 1e-9)
 
 
+@pytest.mark.thorough
 def test_a_slow_disk_delays_neither_steps_nor_the_end_by_more_than_its_saves(
     start: Start, reference: Path, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_random_kills_on_changing_numbers_of_ranks_lose_and_repeat_nothing(tmp_p
     assert soak(num_kills=5, seed=2, folder=tmp_path) == 0
 
 
+@pytest.mark.thorough
 def test_a_data_cursor_that_is_off_by_one_is_detected(
     start: Start, reference: Path, killed: Path, tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_an_error_on_one_rank_is_reported_and_the_run_can_resume(start: Start, r
     assert_same_bits(tmp_path / "run", reference)
 
 
+@pytest.mark.thorough
 def test_a_hanging_step_writes_the_stacks_of_every_thread(start: Start, tmp_path: Path) -> None:
     ended = start("step_timeout_s=3", fault=Fault("hang", "step", 1, 2))
     assert NODE_FAULT in ended.codes
@@ -283,6 +285,7 @@ def test_a_finished_run_can_be_extended(start: Start, inputs: tuple[Path, Path],
     assert_same_bits(tmp_path / "run", straight)
 
 
+@pytest.mark.thorough
 def test_a_complete_run_says_so_and_a_refused_launch_leaves_it_as_it_was(
     start: Start, inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -340,6 +343,7 @@ def test_a_run_resumes_in_another_mode_on_another_number_of_ranks(
     assert not differences(runs["changing"], runs["straight"], 1e-9)
 
 
+@pytest.mark.thorough
 def test_a_named_checkpoint_starts_another_run(start: Start, inputs: tuple[Path, Path], tmp_path: Path) -> None:
     assert start("max_steps=5").codes == (0, 0)
     other = tmp_path / "other"
@@ -348,6 +352,7 @@ def test_a_named_checkpoint_starts_another_run(start: Start, inputs: tuple[Path,
     assert [m["step"] for m in read_metrics(other)] == list(range(6, 13))
 
 
+@pytest.mark.thorough
 def test_ranks_without_data_change_no_result(start: Start, inputs: tuple[Path, Path], tmp_path: Path) -> None:
     few = ("global_batch_size=2", "max_steps=4")
     ended = start(*few, ranks=3)

@@ -89,6 +89,7 @@ def save_while_training(world: World, config: RunConfig, path: Path, folder: Pat
     return num_compared
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_saved_weights_equal_the_live_ones_bit_for_bit_on_every_rank(
     mode: str, device_type: str, num_ranks: int, make_model: Callable[..., Path], tmp_path: Path

@@ -103,6 +103,7 @@ def test_a_linear_called_with_another_tensor_computes_by_itself(load: Callable[.
         torch.testing.assert_close(adapter(given), expect(adapter, given), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fraction", [pytest.param(0.0, marks=pytest.mark.thorough), 0.5])
 def test_compiled_blocks_share_inputs_without_graph_breaks(
     load: Callable[..., CausalLM], fraction: float, monkeypatch: pytest.MonkeyPatch

@@ -113,6 +113,7 @@ def test_windows_soft_caps_and_sinks_equal_their_definition_in_float64(
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
 def test_flex_attention_has_every_feature(options: dict[str, Any]) -> None:
     from torch.nn.attention.flex_attention import flex_attention

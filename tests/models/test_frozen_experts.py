@@ -234,6 +234,7 @@ def compute_on_ranks(world: World, kind: Kind, path: Path, parallel: ParallelCon
     return {"loss": found["loss"], "held": held}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "family"), [CASES[0], CASES[2], CASES[3]])
 @pytest.mark.parametrize("spread", [1, 2])
 def test_two_ranks_compute_and_export_what_one_does(

@@ -17,6 +17,7 @@ def draw(dtype: torch.dtype, size: int = 96) -> tuple[torch.Tensor, torch.Tensor
     return x, torch.randn(size, generator=generator, dtype=torch.float64).to(dtype), grad
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("chunk", [1, 1000, 2**16])
 def test_values_and_gradients_are_those_of_the_definition(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "_CHUNK", chunk)

@@ -135,6 +135,7 @@ def make_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return make
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "parallel", "base", "world_size", "num_nodes"),
     [

@@ -89,6 +89,7 @@ def gradients(model: CausalLM) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_packed_conversations_equal_each_alone(bases: Path, model_type: str) -> None:
     model = load(bases / model_type)
@@ -113,6 +114,7 @@ def test_the_proof_at_start_accepts_each_family(bases: Path, model_type: str) ->
     prove_packing(load(bases / model_type, dtype=torch.float32), torch.device("cpu"), 128)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_the_proof_names_a_layer_that_sees_the_neighbour(
     bases: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
@@ -154,6 +156,7 @@ def test_adapters_inside_layers_with_state_drop_the_tokens_of_the_row(bases: Pat
         torch.testing.assert_close(packed[row, place], alone[0], rtol=0, atol=1e-9)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", [pytest.param("block", marks=pytest.mark.slow), "op"])
 @pytest.mark.parametrize("is_lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("model_type", [*SMALL, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)])
@@ -193,6 +196,7 @@ def test_five_steps_on_packed_rows_equal_five_on_padded_rows(
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8, msg=name)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_exports_have_the_logits_of_the_adapted_model(bases: Path, model_type: str, tmp_path: Path) -> None:
     adapter, base = AdapterConfig(rank=2, alpha=4.0, modules="all-linear"), bases / model_type

@@ -78,6 +78,7 @@ def load_and_count(world: World, path: Path, parallel: dict[str, Any]) -> dict[s
     return {"read": read, "held": held, "weights": full}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(
     ("world_size", "parallel"),

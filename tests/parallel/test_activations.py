@@ -132,6 +132,7 @@ def save_base(kind: str, path: Path, make_model: Callable[..., Path]) -> Path:
     return save_tiny_model(kind, path, **sizes)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "fraction", "is_compiled", "mlp_tiles"),
     [

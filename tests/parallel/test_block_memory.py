@@ -81,6 +81,7 @@ def test_experts_count_by_those_that_a_token_meets() -> None:
     assert flops.total == pytest.approx(4 * (met - 2 * a.vocab_size * a.embed_dim) + 6 * trained, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_public_sizes_are_those_of_the_model_cards() -> None:
     known = {
         "Qwen/Qwen3-0.6B": 596_049_920,
@@ -134,6 +135,7 @@ def each_its_own_kind(model: CausalLM) -> Sequence[Hashable]:
     return range(len(list(model.blocks)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("config_name", [pytest.param("tiny_full", marks=pytest.mark.thorough), "tiny_lora"])
 @pytest.mark.parametrize("family", MODELS)
 def test_two_blocks_of_a_kind_tell_what_all_of_them_keep(
@@ -154,6 +156,7 @@ def test_two_blocks_of_a_kind_tell_what_all_of_them_keep(
     assert traced == trace_blocks(architecture, config, 4)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", MODELS)
 def test_a_counted_model_has_the_tensors_and_shared_inputs_of_one_that_runs(family: str) -> None:
     architecture = make_architecture(family, **MODELS[family][0])

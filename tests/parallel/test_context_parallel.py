@@ -73,6 +73,7 @@ def test_adapters_drop_the_same_inputs_of_parts_of_rows(num_ranks: int, model_ty
     run_split(num_ranks, model_types, BATCHES, adapter=LORA)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=SLOW)])
 def test_parts_of_rows_are_computed_in_tiles(num_ranks: int) -> None:
     run_split(num_ranks, ["llama", "gemma3_text"], BATCHES, mlp_tiles=8)
@@ -118,6 +119,7 @@ def count_bytes(world: World, config: RunConfig, batch: Batch) -> tuple[int, flo
     return counted.num_bytes, count_exchange(MemoryModel(model, config, None), setting, inputs.tokens.numel())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("num_ranks", "fraction"), [(2, 0.0), (2, 1.0), (4, 0.0)])
 def test_ranks_send_as_many_bytes_as_planned(
     num_ranks: int, fraction: float, make_model: Callable[..., Path], tmp_path: Path

@@ -67,6 +67,7 @@ def count_traffic(world: World, config: RunConfig) -> tuple[int, int, int]:
     return counted.rows, counted.sent, counted.gathered
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model_type", "fraction", "expert"), [("qwen3_moe", 0.0, 2), ("qwen3_moe", 1.0, 2), ("gpt_oss", 0.0, 1)]
 )
@@ -147,6 +148,7 @@ def test_auto_spreads_experts_where_a_step_fits_in_no_other_way() -> None:
     assert auto.config.parallel.expert_ranks > 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -225,6 +227,7 @@ def track_peak(world: World, config: RunConfig) -> int:
     return next(int(size) for kind, size in peak.items() if getattr(kind, "value", kind) == "Total")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("expert", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_the_planned_peak_with_experts_in_4_bits_is_the_trackers(
     expert: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ def run_epoch(model: Any, prepared: Any, has_full_batches: bool) -> CudaShapeRul
     return rules
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_packed", [False, True], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("has_full_batches", [False, True])
 @pytest.mark.parametrize("kind", ["products", "base"])

@@ -65,6 +65,7 @@ def measure_state(world: World, raw: dict[str, Any], model_dir: Path) -> dict[st
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world_size", "family", "raw"),
     [
@@ -91,6 +92,7 @@ def test_planned_state_equals_real_shards_to_the_byte(
     assert planned | {"buffers": memory.buffers} == held
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("parallel", "raw"),
     [
@@ -279,6 +281,7 @@ LORA = {"adapter": {"rank": 8}, "precision": "bf16"}
 FULL = {"precision": "bf16_mixed"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("raw", "setting"),
     [

@@ -233,6 +233,7 @@ def list_deep_models() -> Iterator[Any]:
                 yield pytest.param(model_type, source, adapter, fraction, id=name, marks=marks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model_type", "source", "adapter", "fraction"), list_deep_models())
 def test_deep_models_of_each_family_share_the_graphs_of_their_blocks(
     model_type: str,

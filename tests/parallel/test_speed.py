@@ -104,6 +104,7 @@ def test_logits_are_recomputed_only_if_they_need_several_chunks() -> None:
     assert two == pytest.approx(one * 8 / 6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     (
         "path",
@@ -257,6 +258,7 @@ def plan_block(a: Architecture, model_dir: Path, raw: dict[str, Any]) -> BytesMo
     return BytesMoved(moved.forward - 4 * norms - added, moved.backward - 6 * norms)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "adapter", [None, {"rank": RANK}, {"rank": RANK, "dropout": 0.1}, {"rank": RANK, "dora": True}], ids=str
 )

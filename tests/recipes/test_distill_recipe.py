@@ -38,6 +38,7 @@ def server(teacher: Path) -> Iterator[VllmStandIn]:
     made.stop()
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_resumed_equals_one_that_was_not(server: VllmStandIn, tmp_path: Path) -> None:
     """Adapters, packed rows, a teacher on a server, and half of the answers from rows."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -63,6 +64,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not(server: VllmStandIn, tmp_
     assert json.loads((whole / "run" / "run.json").read_text())["data"]["teacher"] == "base"
 
 
+@pytest.mark.thorough
 def test_two_processes_train_all_weights_toward_a_teacher_in_process(teacher: Path, tmp_path: Path) -> None:
     options = ("~adapter", *MIXED, f"distill.teacher={teacher}", "parallel.mode=fsdp", "max_steps=2")
     plans: list[tuple[list[str], Kind]] = [(distill_arguments(tmp_path, *options), "full_distill")]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -23,6 +24,7 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     options = ("lr_scheduler.name=constant", "lr_scheduler.warmup=0", "checkpoint.every=1", "validation.every=0")

@@ -79,6 +79,7 @@ def test_a_run_says_what_trains_and_which_export_to_serve(whole: tuple[Path, str
     assert all(json.loads(line)["router_aux_loss"] >= 2 for line in lines)  # two experts a token: balanced is 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("first", "then"),
     [

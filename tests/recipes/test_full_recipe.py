@@ -24,6 +24,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "precision",
     [

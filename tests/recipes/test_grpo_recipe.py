@@ -75,6 +75,7 @@ def test_two_processes_share_the_answers_and_the_update(tmp_path: Path) -> None:
     assert metrics["reward_mean"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))
 
 
+@pytest.mark.thorough
 def test_two_processes_keep_the_shares_of_categories_and_resume_exactly(tmp_path: Path) -> None:
     """Among answers of 4 tokens, many groups have equal rewards, so that cases of both categories are replaced."""
     shares = ("grpo.category_shares={no_call: 0.25}", "grpo.prompts_per_step=4", "grpo.group_size=4")

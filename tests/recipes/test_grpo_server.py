@@ -126,6 +126,7 @@ def die_in_the_second_update(world: World, argv: list[str]) -> None:
 ASLEEP = ("grpo.max_staleness=0", "grpo.server.sleeps_while_training=true")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_server_on_the_trainers_gpu_is_asleep_during_each_step_and_awake_when_the_run_ends_or_resumes(
     tmp_path: Path, server: VllmStandIn, num_ranks: int
@@ -152,6 +153,7 @@ def test_a_server_on_the_trainers_gpu_is_asleep_during_each_step_and_awake_when_
         assert re.fullmatch(order, batch.rstrip()), batch
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_leaves_its_server_awake(tmp_path: Path, server: VllmStandIn) -> None:
     server.choose_lie = lambda body: "NaN"
     assert train(tmp_path, server, *ASLEEP, "max_steps=1")["code"] == 2

@@ -35,6 +35,7 @@ def mixed_rows(count: int) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_thinking_is_switched_row_by_row_in_a_mixed_run(
     num_processes: int, tiny_base: Path, tmp_path: Path, write_rows: Callable[..., Path]

@@ -90,6 +90,7 @@ def test_other_tokens_cannot_resume(whole: tuple[Path, dict[str, Any]], tmp_path
     assert "were [1404], are [1405]" in result["err"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_added_tokens_train_and_are_exported(tmp_path: Path, tiny_base: Path, kind: Any) -> None:
     from peft import PeftModel

@@ -132,6 +132,7 @@ def monitor_run(steps: list[dict[str, Any]], pauses: list[float]) -> list[tuple[
     return names_and_steps(alerts)
 
 
+@pytest.mark.thorough
 def test_fewer_than_one_in_twenty_healthy_runs_on_noisy_machines_raises_an_alert() -> None:
     false = {}
     for seed in range(100):
@@ -145,6 +146,7 @@ def test_fewer_than_one_in_twenty_healthy_runs_on_noisy_machines_raises_an_alert
 FAULTS = ("slower by 20 %", "slower by 30 %", "slower by 50 %", "straggler", "data wait", "stall")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_lasts_is_found_on_noisy_machines(fault: str) -> None:
     delays = []

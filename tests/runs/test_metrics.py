@@ -292,6 +292,7 @@ def test_recorded_healthy_runs_have_no_spikes() -> None:
     assert [spikes for losses in HEALTHY_RUNS if (spikes := find_spikes(losses))] == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", NOISE)
 def test_fewer_than_one_in_twenty_noisy_healthy_runs_has_a_spike(kind: str) -> None:
     assert sum(bool(find_spikes(make_losses(kind, 400, seed))) for seed in range(40)) <= 1

@@ -245,6 +245,7 @@ def test_moving_an_earlier_run_aside_keeps_the_directory_locked(tmp_path: Path) 
     RunDirectory(tmp_path / "run").lock()
 
 
+@pytest.mark.thorough
 def test_a_recipe_does_not_touch_a_locked_directory(tmp_path: Path) -> None:
     make_run(tmp_path / "run", 3, code=None)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}

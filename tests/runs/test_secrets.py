@@ -26,6 +26,7 @@ def run_with_secrets(world: World, argv: list[str], home: str) -> dict[str, Any]
     return run_on_rank(world, argv)
 
 
+@pytest.mark.thorough
 def test_no_secret_of_the_environment_is_written_or_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

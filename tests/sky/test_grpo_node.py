@@ -184,6 +184,7 @@ def test_the_nodes_that_train_end_with_the_server_of_another(tree: Path) -> None
     assert (trainer.returncode, server.returncode) == (76, 76), "SkyPilot restarts the run if any code says so"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("training", "code"), [(1, 1), (74, 74), (75, 76)])
 def test_a_node_that_loses_its_server_waits_for_the_training_and_repeats_its_end(
     training: int, code: int, tree: Path

@@ -101,6 +101,7 @@ FORMS: dict[str, tuple[dict[str, str], list[str]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_with_the_same_variables_opens_the_set_that_was_prepared(
     form: str, hub: HubServer, clone: Path, tmp_path: Path
@@ -223,6 +224,7 @@ def start_preparing(clone: Path, environment: dict[str, str]) -> tuple[subproces
     return process, found[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ended", ["SIGKILL", "SIGTERM"])
 def test_a_preparation_that_was_killed_is_completed_by_the_next_one(ended: str, clone: Path, tmp_path: Path) -> None:
     environment = environment_of(tmp_path, CONFIG=TINY, MODEL=str(TINY_BASE), DATASET="synthetic:train:3000:1")

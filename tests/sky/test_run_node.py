@@ -223,6 +223,7 @@ def test_an_export_that_is_only_on_the_nodes_own_disk_is_not_a_success(tmp_path:
     assert run(script, environment | {"SLURM_JOB_ID": "41"}).returncode == 0, "no disk is chosen there"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("recorded_code", "code"), [("76", 76), ("75", 75), ("74", 74), ("2", 2), ("", 1), ("0", 1)])
 def test_the_exit_code_is_the_one_in_exit_json(recorded_code: str, code: int, tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)
@@ -273,6 +274,7 @@ def write_tune(script: Path, text: str) -> None:
     (script.parents[1] / ".venv" / "bin" / "tune").write_text(f"#!/usr/bin/env bash\ncd $RUN\n{text}\nexit 1\n")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("code", "kind", "marker"), [(75, "checkpoint", "_SUCCESS"), (76, "elastic-checkpoint", "_ELASTIC_SUCCESS")]
 )
@@ -323,6 +325,7 @@ def test_runs_in_one_allocation_count_their_own_restarts(tmp_path: Path) -> None
     assert moved.returncode == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("what", "ended"),
     [
@@ -344,6 +347,7 @@ def test_the_faulty_node_is_named_to_the_batch_script(what: str, ended: str, tmp
     assert done.returncode == int(ended.split()[0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("nodes", "does", "code"),
     [
@@ -432,6 +436,7 @@ def test_other_nodes_count_and_report_in_place_of_a_head_that_is_killed(tmp_path
     assert len(list((tmp_path / "shared" / "restarts").iterdir())) == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("code", EXIT_CODES)
 def test_a_managed_job_on_slurm_is_set_up_again_only_after_the_codes_that_restart(code: int, tmp_path: Path) -> None:
     script = copy_with_recorder(tmp_path)

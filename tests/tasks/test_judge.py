@@ -65,6 +65,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("format_name", ["hermes", "pythonic", "xlam", "qwen3_coder"])
 def test_hostile_text_gets_a_verdict_that_can_be_written_and_read_again(name: str, format_name: str) -> None:

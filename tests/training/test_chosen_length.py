@@ -47,6 +47,7 @@ def run_without_rows(world: World, argv: list[str]) -> dict[str, Any]:
         return run_kind_on_rank(world, argv, "lora")
 
 
+@pytest.mark.thorough
 def test_ranks_share_the_choice_and_a_resumed_run_keeps_it(tmp_path: Path, write_rows: Callable[..., Path]) -> None:
     rows = write_rows([*(one.to_openai() for one in iter_conversations("train", 24, 1)), LONG])
     common = [f"data.sources=[{{path: {rows}}}]", "data.seq_len=auto", "data.overlong=cut", "data.packed=true"]
@@ -70,6 +71,7 @@ def plan(name: str, *overrides: str) -> RunConfig:
     return load_config(ROOT / "configs" / f"{name}.yaml", ["data.seq_len=auto", source, *overrides])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "gpus", "overlong", "context", "mlp_tiles"),
     [

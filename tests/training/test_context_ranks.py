@@ -30,6 +30,7 @@ def train_all(base: Path, folder: Path, runs: list[tuple[int, dict[str, Any]]], 
         compare(results[0], other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "adapter", [pytest.param(ADAPTER, id="lora"), pytest.param(None, id="full", marks=pytest.mark.thorough)]
 )

@@ -161,6 +161,7 @@ def plain_step(student: CausalLM, teacher: CausalLM, trained: list[TrainedRollou
     return torch.cat(rows).mean()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_served", [False, True])
 @pytest.mark.parametrize("trains_all", [False, True])
 def test_a_packed_step_has_the_loss_and_gradients_of_autograd_on_full_logits(
@@ -249,6 +250,7 @@ def train_on_rank(world: World, config: RunConfig, trained: list[TrainedRollout]
     return {"metrics": recorder.metrics, "weights": weights}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_served", [False, True])
 def test_two_ranks_and_idle_ones_take_the_step_of_one_process(
     is_served: bool, make_model: Callable[..., Path], tmp_path: Path

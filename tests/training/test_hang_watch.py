@@ -101,6 +101,7 @@ def hang(rank: int, port: int, folder: Path, what: str) -> None:
         names["read"]()  # type: ignore[operator]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", ["frozen", "reads its data"])
 def test_a_hang_names_the_node_that_holds_up_the_other(what: str, tmp_path: Path) -> None:
     run, port = tmp_path / "run", find_port()

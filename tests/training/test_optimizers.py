@@ -27,6 +27,7 @@ def losses(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dic
     return run
 
 
+@pytest.mark.thorough
 def test_the_fused_update_matches_the_plain_one(losses: Callable[..., dict[str, Any]]) -> None:
     adamw = {"_component_": "torch.optim.AdamW", "lr": 1e-2}
     plain = losses(1, adamw)

@@ -224,6 +224,7 @@ def one_process(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPa
     return run
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world_size", "loss", "mode"),
     [

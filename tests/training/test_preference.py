@@ -169,6 +169,7 @@ def runs(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     return run
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
     [(2, {"mode": "ddp"}), pytest.param(2, {"mode": "fsdp"}, marks=pytest.mark.thorough), (4, {"mode": "fsdp"})],

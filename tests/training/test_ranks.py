@@ -135,7 +135,7 @@ def list_trainings() -> Iterator[Training]:
 @pytest.mark.parametrize(
     ("world_size", "is_thorough"),
     [
-        (1, False),
+        pytest.param(1, False, marks=pytest.mark.thorough),
         (2, False),
         pytest.param(3, False, marks=pytest.mark.thorough),
         pytest.param(4, False, marks=pytest.mark.thorough),

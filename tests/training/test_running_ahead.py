@@ -135,6 +135,7 @@ def check_equal(waiting: dict[str, Any], ahead: dict[str, Any]) -> None:
         assert ahead[name] == waiting[name], name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world_size", "mode", "spoiled"), [(1, "auto", set()), (2, "ddp", {3}), (2, "fsdp", {1, 4, 5})], ids=str
 )
@@ -155,6 +156,7 @@ def test_metrics_of_a_step_are_written_during_the_next_or_when_the_run_saves(run
     check_equal(waiting, ahead)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "spoiled", "ends_at"),
     [({}, {3}, 3), ({"on_nonfinite": "skip", "max_nonfinite": 2}, {2, 4, 5}, 5)],
@@ -239,6 +241,7 @@ def count_reads(world: World, config: RunConfig, path: Path, runs_ahead: bool) -
     return counting.steps
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 @pytest.mark.parametrize("changes", [{}, {"adapter": None}], ids=["lora", "full"])
 def test_a_step_reads_no_number_from_the_device_before_its_update_is_launched(

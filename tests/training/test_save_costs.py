@@ -27,6 +27,7 @@ def run_and_count(world: World, argv: list[str]) -> dict[str, Any]:
     return run_on_rank(world, argv, CountingRecipe) | counted
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_step_after_a_save_reports_its_cost(is_async: bool, tmp_path: Path) -> None:
     overrides = ["epochs=4", "max_steps=6", "checkpoint.every=2", f"checkpoint.async_save={is_async}".lower()]

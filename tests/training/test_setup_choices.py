@@ -56,6 +56,7 @@ def test_a_run_records_the_batch_that_its_tokens_make_and_resumes(tmp_path: Path
     assert abs(batch * per_conversation - 600) < 2 * per_conversation
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "gpu", "gpus", "seq_len"),
     [

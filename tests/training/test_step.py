@@ -100,6 +100,7 @@ def test_fsdp_reduces_small_gradients_once_per_accumulation(counted: Callable[..
     assert found["calls"]["reduce_scatter_base"] == found["num_units"]
 
 
+@pytest.mark.thorough
 def test_hsdp_scatters_large_gradients_per_micro_batch_but_reduces_over_replicas_once(
     counted: Callable[..., dict[str, Any]],
 ) -> None:

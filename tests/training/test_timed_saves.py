@@ -9,6 +9,8 @@ import types
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fctune.base.distributed import World
 from fctune.checkpoint.state import RunTimers
 from tests.ranks import run_ranks
@@ -41,6 +43,7 @@ def test_a_save_is_due_by_its_time_or_at_a_third_of_the_run_but_not_within_a_min
     assert find_due_steps(300, 0.1, 1350.0) == []
 
 
+@pytest.mark.thorough
 def test_elastic_checkpoints_of_auto_come_by_the_clock_of_rank_0(tmp_path: Path) -> None:
     """A tiny model's interval is the least one, a minute."""
     options = ["checkpoint.every=0", "checkpoint.keep_last=9", "global_batch_size=2", "micro_batch_size=1"]
@@ -57,6 +60,7 @@ def read_run(run: Path) -> tuple[list[int], list[int]]:
     return saved, [line["step"] for line in lines if "validation_loss" in line]
 
 
+@pytest.mark.thorough
 def test_timed_actions_follow_rank_0_and_go_on_after_a_restart(tmp_path: Path) -> None:
     timed = ["checkpoint.every=3s", "checkpoint.keep_last=9", "validation.every=4s", "epochs=9"]
     timed += ["global_batch_size=2", "micro_batch_size=1"]

@@ -100,6 +100,7 @@ def group_as_trainer_does(model: nn.Module) -> list[dict[str, Any]]:
     return [*groups, {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0}]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "kind", "is_packed", "world_size"),
     [

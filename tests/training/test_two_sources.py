@@ -28,6 +28,7 @@ def train_all(world: World, configs: list[RunConfig], prepared_path: Path) -> li
     return [run_training(world, config, prepared_path) for config in configs]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_steps_are_equal_through_both_sources(make_model: Callable[..., Path], tmp_path: Path, family: str) -> None:
     path = make_model(family)

@@ -111,6 +111,7 @@ def test_only_the_rank_that_corrupts_data_is_blamed(kind: str, rank: int, tmp_pa
         assert wrong == set(OPERATIONS) - silent
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[pytest.mark.slow] if kind != "slow_compute" else []) for kind in SLOW],
@@ -158,6 +159,7 @@ def test_two_nodes_are_measured_separately_and_together(tmp_path: Path) -> None:
     assert "over 4" in layouts["all"]
 
 
+@pytest.mark.thorough
 def test_ranks_that_share_rows_are_timed_on_their_parts(tmp_path: Path) -> None:
     shared = "training.overrides=[data.seq_len=128, parallel.mode=fsdp, parallel.context=2, micro_batch_size=1]"
     done = run(tmp_path, "required=[training_node]", shared, "training.steps=2", ranks=2)

@@ -47,6 +47,7 @@ def test_a_rank_that_dies_is_blamed_and_earlier_measurements_are_kept(rank: int,
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_is_blamed_and_not_those_that_wait_for_it(tmp_path: Path) -> None:
     done = run(tmp_path, *SHORT, *LIMITS, "faults=[{kind: hang, rank: 1, at: collectives_node}]", limit_s=LIMIT_S)
     assert "hangs" in get_failed_arrival(done)["culprits"][0]["text"]
@@ -64,6 +65,7 @@ def test_a_rank_that_hangs_in_its_own_work_is_blamed(tmp_path: Path) -> None:
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_rank_that_never_starts_is_blamed(rank: int, tmp_path: Path) -> None:
     done = run(tmp_path, *SHORT, *LIMITS, absent=[rank], limit_s=LIMIT_S)

@@ -58,6 +58,7 @@ def gate(cases: Path, out: Path, expected: dict[str, Calls], before: str, after:
         return run_gate(base.url, tuned.url, out, cases=cases, config=config, **QUIET)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("rule", "worse"),
     [
@@ -198,6 +199,7 @@ def test_streams_and_guided_decoding_are_asked_and_compared(
     assert guided[3] == guided[2] == guided[6], "all that the free answers lack is hidden by guiding them"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sides", [("unguided", "right"), ("right", "unguided"), ("unguided", "unguided")])
 @pytest.mark.parametrize("count", [60, 10])  # more and fewer than the requests after which a server counts as gone
 def test_what_a_server_refuses_is_not_run_and_the_rest_is_judged(
@@ -212,6 +214,7 @@ def test_what_a_server_refuses_is_not_run_and_the_rest_is_judged(
     assert json.loads((tmp_path / "gate.json").read_text())["not_run"] == report.not_run
 
 
+@pytest.mark.thorough
 def test_streams_that_a_server_refuses_are_not_run(cases: Path, expected: dict[str, Calls], tmp_path: Path) -> None:
     report = gate(cases, tmp_path, expected, "right", "unstreamed", streamed=True, guided=True)
     assert "calls_streamed" in report.not_run
@@ -219,6 +222,7 @@ def test_streams_that_a_server_refuses_are_not_run(cases: Path, expected: dict[s
     assert list(report.tables) == ["Guided decoding"]
 
 
+@pytest.mark.thorough
 def test_streams_at_which_only_the_results_server_fails_are_no_pass(
     cases: Path, expected: dict[str, Calls], tmp_path: Path
 ) -> None:

@@ -222,6 +222,7 @@ def test_a_rewording_states_each_value_as_a_word_of_its_own(values: tuple[str, .
     assert one.is_reworded_by(text, HARBOUR, True) is is_used
 
 
+@pytest.mark.thorough
 def test_rows_of_drafts_need_no_answers_of_a_weak_teacher(tools: Path, tmp_path: Path) -> None:
     """The teacher of this test never calls anything."""
 
@@ -254,6 +255,7 @@ def test_rows_of_drafts_need_no_answers_of_a_weak_teacher(tools: Path, tmp_path:
             assert said[0] != "As you wish."
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_rows", [80, 1000])
 def test_small_talk_of_the_default_number_of_rows_and_of_many_more_is_drafted_without_repetitions(
     num_rows: int,

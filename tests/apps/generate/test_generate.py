@@ -73,6 +73,7 @@ def test_every_kind_of_row_is_written_and_read_back_without_a_defect(tools: Path
     assert all(kind in page for kind in KINDS)
 
 
+@pytest.mark.thorough
 def test_a_teacher_without_tool_calling_answers_in_json(tools: Path, tmp_path: Path) -> None:
     with serve_teacher(Teacher()) as log:
         for name in ("calls", "json"):
@@ -158,6 +159,7 @@ def find_wished(row: dict[str, Any]) -> list[str]:
     return [tool["name"] for tool in TOOLS if tool["name"] in row["messages"][0]["content"]]
 
 
+@pytest.mark.thorough
 def test_rows_depend_on_the_seed_and_not_on_the_number_of_requests_at_once(tools: Path, tmp_path: Path) -> None:
     with serve_teacher(Teacher()) as log:
         for name, options in (("a", ()), ("b", ("--concurrency", "1")), ("c", ("--seed", "1"))):
@@ -191,6 +193,7 @@ def send_call(name: str, arguments: dict[str, Any]) -> Any:
     return send_text("", tool_calls=[{"id": "x", "type": "function", "function": function}])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("kind", "answer", "dropped"),
     [
@@ -368,6 +371,7 @@ def test_rows_that_are_finished_behind_a_slow_one_survive_a_kill(
     assert read_log(out) == read_log(whole), "the log is put into the order of the plans"
 
 
+@pytest.mark.thorough
 def test_a_budget_ends_the_run_and_a_larger_one_resumes_it(tools: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     with serve_teacher(Teacher()) as log:
@@ -393,6 +397,7 @@ def test_a_budget_ends_the_run_and_a_larger_one_resumes_it(tools: Path, tmp_path
     assert len(set(indices)) == len(indices)
 
 
+@pytest.mark.thorough
 def test_a_budget_counts_the_requests_for_rows_that_were_cut_off(
     tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -443,6 +448,7 @@ def test_tokens_that_no_server_reports_are_no_budget(
     assert "does not report tokens" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_near_duplicates_are_dropped(tools: Path, tmp_path: Path) -> None:
     texts = iter(range(10_000))
 
@@ -462,6 +468,7 @@ def test_near_duplicates_are_dropped(tools: Path, tmp_path: Path) -> None:
     assert len(set(questions)) == 12
 
 
+@pytest.mark.thorough
 def test_a_log_with_gaps_has_the_same_near_duplicates_in_the_end(tools: Path, tmp_path: Path) -> None:
     def repeat(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
         if kind != "write" or body["seed"] % 2:
@@ -533,6 +540,7 @@ def test_short_held_out_questions_are_found_in_every_turn(requests: list[str], i
     assert HeldOut({"cases.jsonl": cases}).has(requests) is is_held_out
 
 
+@pytest.mark.thorough
 def test_rows_that_are_held_out_by_now_are_dropped_when_a_run_is_resumed(tools: Path, tmp_path: Path) -> None:
     held_out, out = tmp_path / "cases.jsonl", tmp_path / "rows.jsonl"
     held_out.write_text(json.dumps(make_own_row("Is there a ferry to the island on Sundays?")) + "\n")
@@ -563,6 +571,7 @@ def test_rows_that_are_held_out_by_now_are_dropped_when_a_run_is_resumed(tools: 
     assert out.read_bytes() == before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("answer", "ending", "words"),
     [

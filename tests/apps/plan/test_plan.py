@@ -79,6 +79,7 @@ PLANNED = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in PLANNED else pytest.mark.thorough) for name in ALL]
 )
@@ -146,6 +147,7 @@ RECOMMENDATIONS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "data", "deadline", "nodes"), RECOMMENDATIONS.values(), ids=list(RECOMMENDATIONS))
 @pytest.mark.parametrize("price", [3.85, None])
 def test_the_search_weighs_cost_against_time(
@@ -317,6 +319,7 @@ def check_recommendations(name: str, overrides: list[str], request: PlanRequest)
         assert loaded.micro_batch_size == setting.micro_batch_size
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "overrides"), RUNS_THAT_RESTRICT_LAYOUTS)
 def test_every_layout_that_a_plan_recommends_is_accepted_by_the_config(name: str, overrides: list[str]) -> None:
     check_recommendations(name, overrides, PlanRequest(gpu=find_gpu("h100"), nodes=2, is_searching=True))

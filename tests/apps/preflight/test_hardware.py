@@ -308,6 +308,7 @@ def test_a_node_that_fails_by_itself_is_blamed_alone() -> None:
     assert "over all nodes failed (no result after 48 s)" in fault.message
 
 
+@pytest.mark.thorough
 def test_a_preflight_ends_with_the_bandwidth_or_with_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,6 +250,7 @@ def ones(*size, dtype, device):
 """
 
 
+@pytest.mark.thorough
 def test_a_gpu_on_which_no_kernel_runs_and_one_that_hangs_are_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def has_ended(process: int) -> bool:
         return True
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_server_that_is_asked_to_end_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
     with run_until_ready(tmp_path) as (process, child):
@@ -234,6 +235,7 @@ def test_wrong_minutes_and_a_server_without_metrics_are_refused_before_the_start
     assert "Leave out --disable-log-stats of --vllm" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_server_that_hangs_is_idle() -> None:
     hanging = SERVER.replace("self.send_response(", "self.path == '/metrics' and time.sleep(600); self.send_response(")
     port = find_port()

@@ -57,6 +57,7 @@ def test_slurm_gets_one_array_with_a_limit_and_one_more_for_what_failed(
     assert runs[4]["attempts"][0]["reason"] == "left no exit.json"
 
 
+@pytest.mark.thorough
 def test_managed_jobs_are_limited_and_adopted_by_a_restarted_sweep(
     write_sweep: WriteSweep, commands: Callable[[], list[list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_managed_jobs_are_limited_and_adopted_by_a_restarted_sweep(
     assert {len(run["attempts"]) for run in read_runs(tmp_path / "study")} == {1}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
 def test_a_study_on_another_disk_is_mirrored_over_ssh(
     write_sweep: WriteSweep, commands: Callable[[], list[list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -205,6 +205,7 @@ def test_a_second_sweep_in_the_same_directory_waits_outside(
     process.communicate()
 
 
+@pytest.mark.thorough
 def test_gpus_are_divided_among_the_runs_at_once(
     write_sweep: WriteSweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_rows_longer_than_the_length_that_the_user_sets_are_divided() -> None:
     assert reasons["data.seq_len"] == "command line"
 
 
+@pytest.mark.thorough
 def test_a_base_that_fits_in_4_bits_alone_is_trained_so_and_one_that_does_not_names_smaller_models() -> None:
     small = Machine(1, replace(GPUS["l4"], memory_bytes=11 * GIB, name="small"))
     config, reasons = choose("hf:Qwen/Qwen3-8B", small, RowFacts(3_000, 1_500_000, 900))

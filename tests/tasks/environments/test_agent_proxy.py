@@ -482,6 +482,7 @@ def test_a_record_is_continued_by_its_ids(
         AgentProxy(engine, template, None, LIMITS, log=AnswerLog(path), is_open=True)
 
 
+@pytest.mark.thorough
 def test_a_proxy_that_is_killed_continues_every_episode(tmp_path: Path) -> None:
     """With a real server behind it: what was recorded before the kill is the beginning of what follows."""
     server, out, port = VllmStandIn(TINY_BASE), tmp_path / "answers.jsonl", find_port()

@@ -77,6 +77,7 @@ def read_record(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [ScriptedEngine, ServerLikeEngine], ids=["in process", "server"])
 def test_an_agents_episodes_are_scored_and_have_the_tokens_that_were_recorded(
     kind: type[ScriptedEngine], open_tasks: Open, template: ChatTemplate, tmp_path: Path
@@ -129,6 +130,7 @@ def test_parallel_and_forgetful_agents_have_several_sequences_in_one_episode(
         assert Rollout.from_json(json.loads(json.dumps(rollout.to_json()))) == rollout
 
 
+@pytest.mark.thorough
 def test_an_agent_that_never_ends_is_killed_with_what_it_started_and_scored_as_cut_off(
     open_tasks: Open, template: ChatTemplate, tmp_path: Path
 ) -> None:
@@ -212,6 +214,7 @@ def test_an_agent_that_crashes_after_its_answers_is_scored_and_reported(
     assert sum("the agent ended with code 1: KeyError: 'tool'" in line for line in lines) == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("habit", "reason"),
     [
@@ -236,6 +239,7 @@ def test_a_scorer_without_a_score_is_reported_and_its_episode_is_not_trained(
     assert rollout.ids == ()
 
 
+@pytest.mark.thorough
 def test_a_scorer_may_answer_with_an_object_or_be_an_endpoint(open_tasks: Open, template: ChatTemplate) -> None:
     tasks = open_tasks(scorer={"command": f"{SCORER} object"})
     assert [one.parts["solved"] for one in play(tasks, ServerLikeEngine(template, talk), 1)] == [1.0, 1.0]
@@ -296,6 +300,7 @@ def test_a_task_whose_agent_fails_is_not_measured(tmp_path: Path, capsys: pytest
     assert "none of 2 tasks could be measured, for example agent/1: the agent got no answer from the model" in said
 
 
+@pytest.mark.thorough
 def test_twenty_failing_tasks_in_a_row_end_the_run(open_tasks: Open, template: ChatTemplate) -> None:
     tasks = open_tasks([{"question": str(number)} for number in range(25)], command=f"{AGENT} silent")
     with pytest.raises(ConfigError, match=r"20 tasks in a row failed.*the agent got no answer from the model"):

@@ -36,6 +36,7 @@ def environment(request: pytest.FixtureRequest) -> Environment:
     return make(request.param)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_every_task_is_solved_by_its_calls_and_by_nothing_less(environment: Environment, split: Split) -> None:
     tools = ToolSet([Tool(function) for function in environment.list_tools()])

@@ -188,6 +188,7 @@ def count(by: int = 2, **more: Any) -> dict[str, Any]:
     return {"question": f"Add {by}.", "calls": [{"tool": "add", "arguments": {"by": by}}], **more}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

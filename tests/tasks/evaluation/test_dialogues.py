@@ -184,6 +184,7 @@ def test_a_task_whose_server_fails_is_not_measured_and_asked_again(
     assert [row["verdict"] for row in read_rows(out)] == ["correct", "correct", "not_measured"]
 
 
+@pytest.mark.thorough
 def test_many_failing_tasks_end_the_evaluation_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -139,6 +139,7 @@ BASES: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "kind", ["the demo's base", "hybrid", pytest.param("mixture of experts", marks=pytest.mark.slow)]
 )
@@ -202,6 +203,7 @@ def test_evaluation_of_a_model_that_fits_on_no_device_is_refused_at_the_start() 
         check_answering_memory(model, 11, num_bytes + 10, "eval.every", "Set eval.every=0")
 
 
+@pytest.mark.thorough
 def test_a_run_can_ask_the_conversations_that_it_holds_out(tmp_path: Path) -> None:
     overrides = ["data.validation_share=0.2", "eval.every=100%", "eval.cases=validation", "eval.max_cases=7"]
     rows = ["data.sources.0.path=synthetic:train:100:1", "max_steps=2", "eval.max_new_tokens=8"]

@@ -155,6 +155,7 @@ def _repeat_key(arguments: dict[str, Any], value: Any, is_last: bool) -> str:
     return "{" + ", ".join(f"{json.dumps(name)}: {json.dumps(held)}" for name, held in pairs) + "}"
 
 
+@pytest.mark.sample(2)
 @needs_wheel
 @pytest.mark.parametrize("shape", ["arguments as text", "arguments as objects", "hermes", "pythonic"])
 def test_malformed_calls_get_the_official_verdict(shape: str, write_rows: WriteRows, tmp_path: Path) -> None:
@@ -189,6 +190,7 @@ def test_malformed_calls_get_the_official_verdict(shape: str, write_rows: WriteR
         assert {row["valid"] for row in out if row["category"] == category} == {True, False}, category
 
 
+@pytest.mark.sample(1)
 @needs_wheel
 @pytest.mark.parametrize("shape", ["arguments as text", "arguments as objects", "hermes"])
 def test_calls_that_only_json_loads_reads_get_the_official_verdict(shape: str, tmp_path: Path) -> None:

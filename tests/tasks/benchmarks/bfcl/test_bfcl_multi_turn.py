@@ -52,6 +52,7 @@ def test_all_800_answers_replay_to_the_official_verdict() -> None:
     assert num_cases == 800
 
 
+@pytest.mark.sample(2)
 @needs_wheel
 @pytest.mark.parametrize("num_mutations", [1, pytest.param(5, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("category", MULTI_TURN)

@@ -49,6 +49,7 @@ def official_overall(measured: dict[str, Measured], folder: Path, monkeypatch: p
     return written
 
 
+@pytest.mark.sample(1)
 @needs_wheel
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(3, 6))])
 def test_the_overall_number_is_the_leaderboards(

@@ -137,6 +137,7 @@ def test_the_wheel_evaluates_more_than_arithmetic_over_literals(text: str) -> No
     assert BfclAnswer().parse(text).malformed
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_odd_answers_are_decoded_as_the_wheel_decodes_them(seed: int) -> None:
     """``python -m benchmarks.scoring`` compares many times as many."""
@@ -207,6 +208,7 @@ def test_the_prompt_is_the_wheels_own(category: str) -> None:
         assert not prompt.tools
 
 
+@pytest.mark.thorough
 def test_what_the_prompt_mode_does_not_ask_is_named() -> None:
     path = find_suite_files()["bfcl"]
     suite = load_suite(path, options={"bfcl_mode": "prompt"}, has_multi_turn=True)

@@ -330,6 +330,7 @@ ODD = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ODD)
 def test_whatever_a_model_writes_the_next_prompt_can_be_written(name: str, tmp_path: Path, tiny_base: Path) -> None:
     template = ChatTemplate(tiny_base)
