@@ -130,7 +130,7 @@ test-sky: setup sky
 	@tests/slurm/packages.sh socat netcat-openbsd rsync
 	$(BIN)/python -m pytest -m slow tests/sky
 
-# Run SkyPilot and sbatch on a real Slurm cluster on this machine; needs root on Debian. About 10 minutes.
+# Run SkyPilot and sbatch on a real Slurm cluster on this machine; needs root on Debian. 20 to 40 minutes.
 test-slurm: setup sky
 	@tests/slurm/packages.sh slurmctld slurmd slurm-client munge openssh-server openssh-client rsync curl
 	@# On two loaded cores, SkyPilot's time-outs sometimes expire: failures are retried once.
