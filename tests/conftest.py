@@ -35,6 +35,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 ROOT = Path(__file__).resolve().parents[1]
 TINY_BASE = ROOT / "fctune" / "assets" / "tiny_base"
 REAL_DATA = ROOT.parent / "shared" / "data"
+NOT_BY_DEFAULT = ("slow", "thorough", "gpu", "slurm", "serving")  # the marks that -m leaves out in pyproject.toml
 
 
 @pytest.fixture(autouse=True)
@@ -72,17 +73,15 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases left out of a sample as thorough, and skip tests of real rows if ../shared/data is missing."""
-    cases: dict[tuple[object, ...], list[pytest.Item]] = {}
+    cases: dict[tuple[object, int], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sample") and not item.get_closest_marker("thorough"):
-            cases.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
-    for all_cases in cases.values():
-        mark = all_cases[0].get_closest_marker("sample")
-        assert mark is not None
-        (count,) = mark.args
-        step = max(1.0, (len(all_cases) - 1) / max(1, count - 1))  # the first, the last, and others evenly between
+        sample = item.get_closest_marker("sample")
+        if sample and not any(item.get_closest_marker(name) for name in NOT_BY_DEFAULT):
+            cases.setdefault((getattr(item, "function", item), sample.args[0]), []).append(item)
+    for (_, count), group in cases.items():
+        step = max(1.0, (len(group) - 1) / max(1, count - 1))  # the first, the last, and others evenly between
         kept = {round(number * step) for number in range(count)}
-        for number, item in enumerate(all_cases):
+        for number, item in enumerate(group):
             if number not in kept:
                 item.add_marker(pytest.mark.thorough)
     if not REAL_DATA.is_dir():
