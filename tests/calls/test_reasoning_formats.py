@@ -176,11 +176,16 @@ def test_splitting_takes_linear_time(name: str) -> None:
     texts += [mark * 20_000 for mark in ("<think>", "<think></think>", "[THINK][/THINK]", "<|channel><channel|>",
                                           "<|channel|>analysis<|message|>", "to=self<|message|>", "to=", "<|start|>",
                                           "Here is my thought process:")]  # fmt: skip
+
+    def cpu_time(text: str, is_open: bool | None) -> float:
+        begun = time.process_time()
+        REASONING_FORMATS[name].split(text, is_open)
+        return time.process_time() - begun
+
     for text in texts:
         for is_open in (None, False, True):
-            begun = time.process_time()
-            REASONING_FORMATS[name].split(text, is_open)
-            assert time.process_time() - begun < 1, text[:40]
+            # A machine that others share may stall in one measurement; quadratic time is too long in each.
+            assert any(cpu_time(text, is_open) < 1 for _ in range(3)), text[:40]
 
 
 @pytest.mark.parametrize(
