@@ -51,7 +51,7 @@ from benchmarks.peer_rows import find_version, to_form
 from benchmarks.real_arguments import add_model_options, check_model, run_benchmark
 from benchmarks.real_measuring import CATEGORIES, UNSEEN, SplitName, Subject, answers_dir, load_suites, measure
 from benchmarks.real_model import find_public_files, run_module, train_once
-from benchmarks.real_public_sets import NO_CALL
+from benchmarks.real_summary import balance_accuracy
 from benchmarks.training import PACKAGES, describe_machine, keep
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.files import write_atomically
@@ -69,7 +69,6 @@ NAMES = {"fctune": "fctune", "trl": "TRL", "llamafactory": "LLaMA-Factory", "axo
 LEARNING_RATES = (1e-4, 2e-4, 4e-4)
 SEARCH_SHARE = 4  # the search for a learning rate trains this fraction of the tokens
 _SEARCH_SEED = 0
-_WITHOUT_CALL = ("irrelevance", "live_irrelevance", "no_call")  # categories in which no call is right
 _QWEN = "You are Qwen, created by Alibaba Cloud"  # in the template
 _COUNTS = {
     "steps": "steps",
@@ -258,29 +257,26 @@ def load_measured(split: SplitName, arguments: argparse.Namespace) -> list[Any]:
     return load_suites(arguments.rows, split, categories, limit or None, arguments.bfcl_data, bool(arguments.vllm))
 
 
+def measure_accuracies(verdicts: dict[str, dict[str, bool]]) -> dict[str, float]:
+    """Return the share that is right by category."""
+    return {category: statistics.mean(of_category.values()) for category, of_category in verdicts.items()}
+
+
 def mean_accuracy(verdicts: dict[str, dict[str, bool]]) -> float:
     """Return the mean over categories of the share that is right."""
-    return statistics.mean(statistics.mean(of_category.values()) for of_category in verdicts.values())
-
-
-def balance_accuracy(verdicts: dict[str, dict[str, bool]]) -> float:
-    """Return the harmonic mean of the mean accuracies over categories where a call is due and where none is."""
-    groups: dict[bool, dict[str, dict[str, bool]]] = {}
-    for category, of_category in verdicts.items():
-        is_without = category in _WITHOUT_CALL or category.endswith(NO_CALL)
-        groups.setdefault(is_without, {})[category] = of_category
-    return statistics.harmonic_mean([mean_accuracy(group) for group in groups.values()])
+    return statistics.mean(measure_accuracies(verdicts).values())
 
 
 def choose_rate(searches: Sequence[dict[str, Any]]) -> float:
     """Return the learning rate of the best training of a search; of equal ones that with the better mean, then the
     lowest.
     """
-    best = max(
-        searches,
-        key=lambda one: (balance_accuracy(one["verdicts"]), mean_accuracy(one["verdicts"]), -one["learning_rate"]),
-    )
-    return float(best["learning_rate"])
+
+    def rank(one: dict[str, Any]) -> tuple[float, float, float]:
+        balanced = balance_accuracy(measure_accuracies(one["verdicts"]))
+        return balanced, mean_accuracy(one["verdicts"]), -one["learning_rate"]
+
+    return float(max(searches, key=rank)["learning_rate"])
 
 
 def sign_flip_p(differences: Sequence[int]) -> float:

@@ -182,13 +182,15 @@ def measure(subject: Subject, suites: Sequence[Suite], out: Path, arguments: arg
     measured = subject.describe()
     check_answers(suites, out, arguments.max_new_tokens, measured)
     if not is_measured(suites, out, arguments.max_new_tokens, measured):
+        settings: dict[str, Any] = {"measured": measured}
         if subject.server is not None:
-            _ask(suites, out, _connect(subject.server), None, measured, arguments)
+            _ask(suites, out, _connect(subject.server), None, settings, arguments)
         elif arguments.vllm is not None:
             served = link_with_template(subject.model_dir, subject.template, subject.template_args, out / "served")
             log = out / f"{out.name}.log"
+            settings["model"] = str(subject.model_dir)  # not the address, as another --port serves the same
             with serve(served, arguments.vllm, arguments.vllm_options, arguments.port, log) as url:
-                _ask(suites, out, _connect(url, log.stem), None, measured, arguments)
+                _ask(suites, out, _connect(url, log.stem), None, settings, arguments)
         else:
             from fctune.engines.local import LocalEngine
 
@@ -198,7 +200,7 @@ def measure(subject: Subject, suites: Sequence[Suite], out: Path, arguments: arg
                 chat_template=subject.template,
                 template_args=dict(subject.template_args),
             )
-            _ask(suites, out, engine, detect_format(engine.template.source), measured, arguments)
+            _ask(suites, out, engine, detect_format(engine.template.source), settings, arguments)
     for suite in suites:
         _write_summary(suite, ResultsFile(out / f"{suite.name}.jsonl"), subject)
     return read_answers(out, [suite.name for suite in suites])
@@ -265,13 +267,12 @@ def _ask(
     out: Path,
     engine: Engine,
     call_format: CallFormat | None,
-    measured: Mapping[str, Any],
+    settings: Mapping[str, Any],
     arguments: argparse.Namespace,
 ) -> None:
     for suite in suites:
         started = time.perf_counter()
         results = ResultsFile(out / f"{suite.name}.jsonl")
-        settings = {"measured": dict(measured)}
         limit = _limit_answer(suite, arguments.max_new_tokens)
         form = suite.call_format or call_format
         found = run_suite(suite, engine, form, results, max_new_tokens=limit, settings=settings)

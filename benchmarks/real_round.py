@@ -10,16 +10,16 @@ preference pairs (dpo), and the model is trained on them. With grpo it answers t
 Each method has a control that takes as many steps without the verdicts: rejection trains any answers, right or wrong;
 dpo, pairs of any two different answers; grpo, random rewards.
 
-All models are measured on both shares of benchmarks.real_model: the validation, to choose by, and the test; --split
-validation leaves out the test. Answers there are of the first model are used. Each step is skipped when its result is
-there: after a kill, run the same command again.
+All models are measured on both shares of benchmarks.real_model: the validation, to choose by (the harmonic mean of the
+accuracies where a call is due and where none is), and the test; --split validation leaves out the test. Answers there
+are of the first model are used. Each step is skipped when its result is there: after a kill, run the same command
+again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ from benchmarks.real_measuring import SplitName, Subject, answers_dir, is_measur
 from benchmarks.real_model import read_sources, run_fctune, train_once
 from benchmarks.real_rows import Mixture, mix_rows, write_rows
 from benchmarks.real_server import WHOLE_PROMPTS, serve
-from benchmarks.real_summary import summarise
+from benchmarks.real_summary import balance_accuracy, summarise
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.files import write_atomically
 from fctune.tasks.evaluation.results import read_rows as read_results
@@ -240,21 +240,20 @@ def run(arguments: argparse.Namespace) -> str:
             answers = done if is_known else folder / name
             arms[split][name] = measure(Subject(tuned), suites[split], answers, arguments)
             found = compare_arms(arms[split])
-            scores = {
-                arm: statistics.mean(one["after"]["strict"] for one in found[arm].values()) for arm in arms[split]
-            }
+            accuracies = {arm: {c: one["after"]["strict"] for c, one in found[arm].items()} for arm in arms[split]}
+            scores = {arm: balance_accuracy(by_category) for arm, by_category in accuracies.items()}
             described = {
                 "questions": arguments.questions,
                 "answers": arguments.num,
-                "mean_accuracy": scores,
+                "balanced_accuracy": scores,
                 "arms": found,
             }
             write_atomically(folder / "round.json", json.dumps(described, indent=2) + "\n")
-            means = ", ".join(f"{arm} {score:.1%}" for arm, score in scores.items())
-            tables[split] = f"{split}: mean over categories: {means}\n\n{format_arms(found)}"
+            listed = ", ".join(f"{arm} {score:.1%}" for arm, score in scores.items())
+            tables[split] = f"{split}: balanced accuracy: {listed}\n\n{format_arms(found)}"
             write_atomically(folder / "round.md", tables[split] + "\n")
     best = max(arms["validation"], key=lambda arm: json.loads(
-        (answers_dir(arguments.out, "validation") / "round.json").read_text())["mean_accuracy"][arm])  # fmt: skip
+        (answers_dir(arguments.out, "validation") / "round.json").read_text())["balanced_accuracy"][arm])  # fmt: skip
     return "\n\n".join([*tables.values(), f"best on validation: {best}"])
 
 

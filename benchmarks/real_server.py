@@ -50,7 +50,7 @@ def serve(model_dir: Path, python: str, options: str, port: int, log: Path) -> I
         model_dir: The model, with its chat template.
         python: Python of an environment with vLLM.
         options: Further options of vLLM.
-        port: The port to listen on; an interrupted measurement resumes only at the same address.
+        port: The port to listen on.
         log: File that gets the server's output.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fctune.tasks.evaluation.results import read_rows as read_results
 from fctune.tasks.judge import Row, is_valid
 
 PROMPTED = "before_prompt"
+WITHOUT_CALL = ("irrelevance", "live_irrelevance", "no_call")  # categories in which no call is right
 HEADS = {"before": "before", PROMPTED: "before, BFCL's prompt", "after": "after"}
 
 
@@ -90,6 +92,21 @@ def summarise_pairs(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
             "both_right": rate(sum(is_valid(fitting[n]) and is_valid(unfit[n]) for n in numbers), len(numbers)),
         }
     return found
+
+
+def balance_accuracy(accuracies: Mapping[str, float]) -> float:
+    """Return the harmonic mean of the mean accuracies over categories where a call is due and where none is.
+
+    A plain mean rewards a model that never calls; this one is then 0. If all categories are of one kind, it is their
+    mean.
+
+    Args:
+        accuracies: Share of right answers by category.
+    """
+    groups: dict[bool, list[float]] = {}
+    for category, accuracy in accuracies.items():
+        groups.setdefault(category in WITHOUT_CALL or category.endswith(NO_CALL), []).append(accuracy)
+    return statistics.harmonic_mean([statistics.mean(group) for group in groups.values()])
 
 
 def format_pairs(pairs: Mapping[str, Mapping[str, Any]]) -> str:

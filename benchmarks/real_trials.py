@@ -4,8 +4,8 @@
 
 Each line of the settings is ``{"name", "options": [...], "overrides": [...]}``: what that trial adds to OPTIONS of
 benchmarks.real_model (--model, --seal, --glaive, ...) and to keys of the config. Results are appended to
-DIR/trials.jsonl as they come, and trials that have one are not run again. The score of a trial is the mean of its
-accuracies over the categories with at least 20 validation cases.
+DIR/trials.jsonl as they come, and trials that have one are not run again. The score of a trial is the harmonic mean of
+its accuracies where a call is due and where none is, each a mean over the categories with at least 20 validation cases.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real_measuring import answers_dir
-from benchmarks.real_summary import PROMPTED, format_table, read_answers, summarise
+from benchmarks.real_summary import PROMPTED, balance_accuracy, format_table, read_answers, summarise
 from fctune.base.errors import ConfigError
 
 _MIN_CASES = 20
@@ -60,9 +60,9 @@ class Job:
 
 
 def score(summary: dict[str, Any]) -> float:
-    """Return the mean strict accuracy over the categories that have enough cases."""
-    rates = [one["after"]["strict"] for one in summary.values() if one["n"] >= _MIN_CASES]
-    return sum(rates) / len(rates) if rates else 0.0
+    """Return the balanced strict accuracy over the categories that have enough cases."""
+    rates = {name: one["after"]["strict"] for name, one in summary.items() if one["n"] >= _MIN_CASES}
+    return balance_accuracy(rates) if rates else 0.0
 
 
 def run_trials(settings: Sequence[dict[str, Any]], common: Sequence[str], arguments: argparse.Namespace) -> list[Any]:

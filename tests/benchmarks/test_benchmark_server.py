@@ -36,17 +36,24 @@ from tests.ranks import find_port
 from tests.runs.sample_runs import change_run, make_run
 
 SUITE = load_suite(find_suite("smoke"))
-# In place of a Python with vLLM: finds vLLM, and serves /health, or ends with a message.
+# In place of a Python with vLLM: finds vLLM, and serves /health and one answer to everything, or ends with a message.
 FAKE = """#!/bin/sh
 [ "$1" = -c ] && exit 0
 {end}
 while [ "$1" != --port ]; do shift; done
 exec {python} -c '
-import http.server, os, sys
+import http.server, json, os, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(json.dumps({{"data": [{{"id": "before"}}]}}).encode())
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        choice = {{"message": {{"role": "assistant", "content": "No."}}, "finish_reason": "stop"}}
+        self.wfile.write(json.dumps({{"choices": [choice]}}).encode())
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 ' "$2"
 """
@@ -157,6 +164,17 @@ def test_an_unanswered_case_needs_the_model(answered: Path, tmp_path: Path) -> N
     arguments = make_arguments("--vllm", "/nowhere/python", "--port", str(find_port()))
     with pytest.raises(ConfigError, match="the server ended"):
         measure(Subject(TINY_BASE), [SUITE], copy, arguments)
+
+
+@pytest.mark.thorough
+def test_an_interrupted_measurement_resumes_on_another_port(tmp_path: Path) -> None:
+    out, python = tmp_path / "before", make_python(tmp_path)
+    whole = measure(Subject(TINY_BASE), [SUITE], out, make_arguments("--vllm", python, "--port", str(find_port())))
+    lines = (out / "smoke.jsonl").read_text().splitlines(keepends=True)
+    (out / "smoke.jsonl").write_text("".join(lines[1:]))
+    again = measure(Subject(TINY_BASE), [SUITE], out, make_arguments("--vllm", python, "--port", str(find_port())))
+    assert {row["id"] for row in again} == {row["id"] for row in whole} == {case.id for case in SUITE.cases}
+    assert set((out / "smoke.jsonl").read_text().splitlines(keepends=True)) > set(lines[1:])  # asked only once
 
 
 @pytest.mark.parametrize(

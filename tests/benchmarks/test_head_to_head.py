@@ -19,11 +19,11 @@ import pytest
 from benchmarks import head_to_head, head_to_head_peers
 from benchmarks.head_to_head import (
     Training,
-    balance_accuracy,
     choose_rate,
     compare,
     format_report,
     main,
+    measure_accuracies,
     run_step,
     sign_flip_p,
     summarize,
@@ -31,6 +31,7 @@ from benchmarks.head_to_head import (
 from benchmarks.head_to_head_peers import COMMANDS, count, make_settings
 from benchmarks.head_to_head_trl import Job
 from benchmarks.real_rows import to_cases, write_rows
+from benchmarks.real_summary import balance_accuracy
 from fctune.base.errors import CheckpointError, DataError
 from fctune.config.loading import load_config
 from fctune.data.synthetic import iter_conversations
@@ -81,7 +82,7 @@ def test_a_model_that_never_calls_or_always_does_is_not_chosen() -> None:
     always = make_search(2e-4, simple_python=5, multiple=5, irrelevance=0, no_call=0, set_no_call=0)
     both = make_search(4e-4, simple_python=2, multiple=1, irrelevance=1, no_call=0, set_no_call=1)
     assert choose_rate([never, always, both]) == 4e-4
-    assert balance_accuracy(both["verdicts"]) == pytest.approx(2 / (1 / 0.3 + 1 / (2 / 15)))
+    assert balance_accuracy(measure_accuracies(both["verdicts"])) == pytest.approx(2 / (1 / 0.3 + 1 / (2 / 15)))
     assert choose_rate([always, never]) == 1e-4  # neither can be used; the one with the better mean
     assert choose_rate([make_search(2e-4, multiple=3), make_search(1e-4, multiple=3)]) == 1e-4
 

@@ -140,7 +140,7 @@ def test_every_method_and_its_control_take_the_same_steps_and_are_measured(tmp_p
     for split in ("validation", "eval"):
         found = json.loads((out / split / "round.json").read_text())
         names = {"start", *METHODS, *(name + CONTROL for name in METHODS)}
-        assert found["mean_accuracy"].keys() == names
+        assert found["balanced_accuracy"].keys() == names
         assert found["arms"].keys() == names | {f"{name} against its control" for name in METHODS}
     for name in METHODS:
         steps = [(out / run / "metrics.jsonl").read_text().count('"loss"') for run in (name, name + CONTROL)]
