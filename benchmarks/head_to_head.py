@@ -51,7 +51,7 @@ from benchmarks.peer_rows import find_version, to_form
 from benchmarks.real_arguments import add_model_options, check_model, run_benchmark
 from benchmarks.real_measuring import CATEGORIES, UNSEEN, SplitName, Subject, answers_dir, load_suites, measure
 from benchmarks.real_model import find_public_files, run_module, train_once
-from benchmarks.real_summary import balance_accuracy
+from benchmarks.real_summary import average_by_kind, balance_accuracy
 from benchmarks.training import PACKAGES, describe_machine, keep
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.files import write_atomically
@@ -268,13 +268,15 @@ def mean_accuracy(verdicts: dict[str, dict[str, bool]]) -> float:
 
 
 def choose_rate(searches: Sequence[dict[str, Any]]) -> float:
-    """Return the learning rate of the best training of a search; of equal ones that with the better mean, then the
-    lowest.
+    """Return the learning rate of the best training of a search.
+
+    Of several without balanced accuracy it is the one with the most right calls, as a model that calls nothing may have
+    learned nothing; of equal ones, that with the lowest rate.
     """
 
     def rank(one: dict[str, Any]) -> tuple[float, float, float]:
-        balanced = balance_accuracy(measure_accuracies(one["verdicts"]))
-        return balanced, mean_accuracy(one["verdicts"]), -one["learning_rate"]
+        accuracies = measure_accuracies(one["verdicts"])
+        return balance_accuracy(accuracies), average_by_kind(accuracies).get(True, 0.0), -one["learning_rate"]
 
     return float(max(searches, key=rank)["learning_rate"])
 

@@ -94,19 +94,26 @@ def summarise_pairs(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def balance_accuracy(accuracies: Mapping[str, float]) -> float:
-    """Return the harmonic mean of the mean accuracies over categories where a call is due and where none is.
-
-    A plain mean rewards a model that never calls; this one is then 0. If all categories are of one kind, it is their
-    mean.
+def average_by_kind(accuracies: Mapping[str, float]) -> dict[bool, float]:
+    """Return the mean accuracies over categories where a call is due (True) and where none is (False).
 
     Args:
         accuracies: Share of right answers by category.
     """
     groups: dict[bool, list[float]] = {}
     for category, accuracy in accuracies.items():
-        groups.setdefault(category in WITHOUT_CALL or category.endswith(NO_CALL), []).append(accuracy)
-    return statistics.harmonic_mean([statistics.mean(group) for group in groups.values()])
+        is_due = category not in WITHOUT_CALL and not category.endswith(NO_CALL)
+        groups.setdefault(is_due, []).append(accuracy)
+    return {is_due: statistics.mean(group) for is_due, group in groups.items()}
+
+
+def balance_accuracy(accuracies: Mapping[str, float]) -> float:
+    """Return the harmonic mean of the accuracies where a call is due and where none is.
+
+    A plain mean rewards a model that never calls; this one is then 0. If all categories are of one kind, it is their
+    mean.
+    """
+    return statistics.harmonic_mean(list(average_by_kind(accuracies).values()))
 
 
 def format_pairs(pairs: Mapping[str, Mapping[str, Any]]) -> str:

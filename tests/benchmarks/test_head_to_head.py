@@ -83,7 +83,7 @@ def test_a_model_that_never_calls_or_always_does_is_not_chosen() -> None:
     both = make_search(4e-4, simple_python=2, multiple=1, irrelevance=1, no_call=0, set_no_call=1)
     assert choose_rate([never, always, both]) == 4e-4
     assert balance_accuracy(measure_accuracies(both["verdicts"])) == pytest.approx(2 / (1 / 0.3 + 1 / (2 / 15)))
-    assert choose_rate([always, never]) == 1e-4  # neither can be used; the one with the better mean
+    assert choose_rate([never, always]) == 2e-4  # neither can be used; one has learned to call
     assert choose_rate([make_search(2e-4, multiple=3), make_search(1e-4, multiple=3)]) == 1e-4
 
 
