@@ -71,10 +71,10 @@ def test_accuracies_are_means_over_seeds_with_the_interval_of_the_cases() -> Non
         compare(ours[:1], make_results("trl", [[True] * 9]))
 
 
-def make_search(rate: float, **num_right: int) -> dict[str, Any]:
+def make_search(rate: float, loss: float = 1.0, **num_right: int) -> dict[str, Any]:
     """A training of the search, with a number of right answers to five cases in each category."""
     verdicts = {name: {f"{name}-{i}": i < right for i in range(5)} for name, right in num_right.items()}
-    return {"learning_rate": rate, "verdicts": verdicts}
+    return {"learning_rate": rate, "verdicts": verdicts, "trained": {"losses": [loss]}}
 
 
 def test_a_model_that_never_calls_or_always_does_is_not_chosen() -> None:
@@ -84,7 +84,7 @@ def test_a_model_that_never_calls_or_always_does_is_not_chosen() -> None:
     assert choose_rate([never, always, both]) == 4e-4
     assert balance_accuracy(measure_accuracies(both["verdicts"])) == pytest.approx(2 / (1 / 0.3 + 1 / (2 / 15)))
     assert choose_rate([never, always]) == 2e-4  # neither can be used; one has learned to call
-    assert choose_rate([make_search(2e-4, multiple=3), make_search(1e-4, multiple=3)]) == 1e-4
+    assert choose_rate([make_search(1e-4, multiple=3), make_search(2e-4, 0.9, multiple=3)]) == 2e-4
 
 
 def test_every_tool_is_compared_with_fctune_on_one_seed_and_a_failed_one_is_named() -> None:
