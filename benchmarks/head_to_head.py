@@ -1,7 +1,7 @@
 """Compare the accuracy that fctune and other tools reach on the same model, rows, tokens and adapters.
 
     python -m benchmarks.head_to_head --model DIR --rows DIR [--tokens N] [--limit N] [--vllm PYTHON] [--defaults]
-        [--llamafactory PYTHON] [--axolotl PYTHON] [--out DIR] [key=value ...]
+        [--tokens-off] [--llamafactory PYTHON] [--axolotl PYTHON] [--out DIR] [key=value ...]
 
 --rows is the data directory of ``make real``. fctune and TRL's SFTTrainer train the first N tokens of its rows that fit
 into a pack, with the config of ``make real``: the same adapter, optimizer, schedule and precision, packs of the same
@@ -14,6 +14,10 @@ all tokens with several seeds: by the harmonic mean of the accuracies where a ca
 plain mean rewards a model that calls nothing. One judge measures all results as merged models, in process or
 served by one vLLM. --defaults also trains each tool as it is without any setting: fctune with its shipped config; TRL
 with SFTConfig's defaults, which train all weights, on rows as OpenAI's API returns them.
+
+fctune also trains the embedding rows of markers that the base has never learned. --tokens-off shows what that gives, by
+one more training of fctune without it (``adapter.train_tokens=off``), with seed 1. TRL cannot do it: its loss reads
+``lm_head.bias``, which PEFT's layer for ``trainable_token_indices`` does not have.
 
 --llamafactory and --axolotl name the Python of an environment that has the tool. Each trains all tokens once, after the
 pairs, with seed 1, the same settings, and the learning rate that was chosen for TRL, as these tools are transformers'
@@ -65,7 +69,14 @@ from fctune.tasks.evaluation.paired import paired_difference_interval
 from fctune.tasks.judge import is_valid
 
 TOOLS = ("fctune", "trl")  # which are compared over all seeds
-NAMES = {"fctune": "fctune", "trl": "TRL", "llamafactory": "LLaMA-Factory", "axolotl": "axolotl"}
+TOKENS_OFF = "tokens_off"  # fctune with adapter.train_tokens=off
+NAMES = {
+    "fctune": "fctune",
+    "trl": "TRL",
+    TOKENS_OFF: "fctune, train_tokens=off",
+    "llamafactory": "LLaMA-Factory",
+    "axolotl": "axolotl",
+}
 LEARNING_RATES = (1e-4, 2e-4, 4e-4)
 SEARCH_SHARE = 4  # the search for a learning rate trains this fraction of the tokens
 _SEARCH_SEED = 0
@@ -166,12 +177,14 @@ def train(training: Training, arguments: argparse.Namespace, model_dir: Path, fo
         keys += [f"optimizer.lr={training.learning_rate}", "data.validation_share=0", "validation.every=0"]
         keys += ["success=null", "eval.every=0", *arguments.overrides]
     started = time.perf_counter()
-    if training.tool == "fctune":
+    if training.tool == TOKENS_OFF:
+        keys.append("adapter.train_tokens=off")
+    if training.tool in ("fctune", TOKENS_OFF):
         train_once(arguments.config, folder / "run", keys)
         result = _count_fctune(folder / "run")
     else:
         settings = None if training.stage == "defaults" else load_config(arguments.config, keys).to_dict()
-        python = getattr(arguments, training.tool, None)
+        python = getattr(arguments, training.tool) if training.tool in COMMANDS else None
         job = Job(str(model_dir), str(rows), str(folder), training.seed, settings, training.tool, python)
         write_atomically(folder / "job.json", json.dumps(asdict(job)))
         run_step("train", training, folder)
@@ -217,7 +230,7 @@ def _count_fctune(run: Path) -> dict[str, Any]:
 
 def find_merged(training: Training, folder: Path) -> Path:
     """Return the merged model of a training, merging it if that is missing."""
-    if training.tool == "fctune":
+    if training.tool in ("fctune", TOKENS_OFF):
         return folder / "run" / "export" / "merged"
     if not (folder / "merged").is_dir():
         run_step("merge", training, folder)
@@ -441,8 +454,8 @@ def iter_results(arguments: argparse.Namespace, model_dir: Path) -> Iterator[dic
             yield train_and_measure(Training(tool, "full", seed, rates[tool]), arguments, model_dir)
     for tool in TOOLS if arguments.defaults else ():
         yield train_and_measure(Training(tool, "defaults", 1), arguments, model_dir)
-    for tool in [tool for tool in COMMANDS if getattr(arguments, tool)]:
-        training = Training(tool, "full", 1, rates["trl"])
+    for tool in [tool for tool in (TOKENS_OFF, *COMMANDS) if getattr(arguments, tool)]:
+        training = Training(tool, "full", 1, rates["fctune" if tool == TOKENS_OFF else "trl"])
         try:
             yield train_and_measure(training, arguments, model_dir)
         except CheckpointError as error:
@@ -461,7 +474,7 @@ def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if theirs:  # the later of the two
             found[stage] = compare(ours[: len(theirs)], theirs)
     first = {one["tool"]: one for one in results if (one["stage"], one["seed"]) == ("full", 1) and "failed" not in one}
-    if first.keys() & COMMANDS.keys():
+    if first.keys() & {TOKENS_OFF, *COMMANDS}:
         found["one_seed"] = {tool: compare([first["fctune"]], [one]) for tool, one in first.items() if tool != "fctune"}
     return found
 
@@ -542,6 +555,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--learning-rates", type=float, nargs="+", default=LEARNING_RATES, metavar="X")
     parser.add_argument("--validation-limit", type=int, default=20, metavar="N", help="cases a category of the search")
     parser.add_argument("--public-sets", action="store_true", help="also measure the public sets in --rows")
+    words = "also train fctune without the rows of untrained tokens"
+    parser.add_argument(f"--{TOKENS_OFF.replace('_', '-')}", action="store_true", help=words)
     parser.add_argument("--defaults", action="store_true", help="also train with each tool's defaults")
     for tool in COMMANDS:
         words = f"also train with {NAMES[tool]}, which this Python has"

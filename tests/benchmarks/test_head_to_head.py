@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks import head_to_head, head_to_head_peers
 from benchmarks.head_to_head import (
+    TOKENS_OFF,
     Training,
     choose_rate,
     compare,
@@ -202,7 +203,7 @@ def find_trained(report: dict[str, Any], tool: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_both_tools_train_the_same_tokens_and_an_ended_part_is_kept(chatml_base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = [*write_inputs(chatml_base, tmp_path), "--tokens", "8000"]
+    words = [*write_inputs(chatml_base, tmp_path), "--tokens", "8000", "--tokens-off"]
     assert main(words) == 0
     report = json.loads((out / "head_to_head.json").read_text())
     ours, theirs = (find_trained(report, tool) for tool in ("fctune", "trl"))
@@ -216,11 +217,33 @@ def test_both_tools_train_the_same_tokens_and_an_ended_part_is_kept(chatml_base:
     assert theirs["supervised_tokens"] == ours["supervised_tokens"] + 2 * added  # in each of two epochs
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=0.02)
     assert report["full"]["categories"]["unseen_tools"]["n"] == 2
+    assert find_trained(report, TOKENS_OFF)["losses"] == ours["losses"]  # which are without trained tokens here
+    assert report["one_seed"][TOKENS_OFF]["all_cases"]["difference"][0] == 0
     kept = {path: path.stat().st_mtime_ns for path in (out / "measured").iterdir()}
     assert not list((out / "trainings").glob("*/"))
     assert main(words) == 0
     assert kept == {path: path.stat().st_mtime_ns for path in (out / "measured").iterdir()}
     assert main([*words, "--tokens", "4000"]) == 2
+
+
+@pytest.mark.thorough
+def test_trl_cannot_train_the_rows_of_tokens_in_the_head(chatml_base: Path, tmp_path: Path) -> None:
+    """What the comparison says of TRL, which may change with its version."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    config = json.loads((chatml_base / "config.json").read_text())
+    (chatml_base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    rows = Dataset.from_list([row.to_openai() for row in iter_conversations("train", 1, 0)])
+    trainer = SFTTrainer(
+        model=str(chatml_base),
+        args=SFTConfig(str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to=[]),
+        train_dataset=rows,
+        peft_config=LoraConfig(trainable_token_indices=[5], target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    with pytest.raises(AttributeError, match="'TrainableTokensWrapper' object has no attribute 'bias'"):
+        trainer.train()
 
 
 def test_a_python_without_the_tool_is_named(
