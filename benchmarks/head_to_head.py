@@ -1,7 +1,7 @@
 """Compare the accuracy that fctune and other tools reach on the same model, rows, tokens and adapters.
 
     python -m benchmarks.head_to_head --model DIR --rows DIR [--tokens N] [--limit N] [--vllm PYTHON] [--defaults]
-        [--tokens-off] [--llamafactory PYTHON] [--axolotl PYTHON] [--out DIR] [key=value ...]
+        [--tokens-off] [--same-rate] [--llamafactory PYTHON] [--axolotl PYTHON] [--out DIR] [key=value ...]
 
 --rows is the data directory of ``make real``. fctune and TRL's SFTTrainer train the first N tokens of its rows that fit
 into a pack, with the config of ``make real``: the same adapter, optimizer, schedule and precision, packs of the same
@@ -17,7 +17,8 @@ with SFTConfig's defaults, which train all weights, on rows as OpenAI's API retu
 
 fctune also trains the embedding rows of markers that the base has never learned. --tokens-off shows what that gives, by
 one more training of fctune without it (``adapter.train_tokens=off``), with seed 1. TRL cannot do it: its loss reads
-``lm_head.bias``, which PEFT's layer for ``trainable_token_indices`` does not have.
+``lm_head.bias``, which PEFT's layer for ``trainable_token_indices`` does not have. --same-rate also trains with TRL and
+the learning rate that was chosen for fctune, with seed 1, as a search that finds no right call chooses little.
 
 --llamafactory and --axolotl name the Python of an environment that has the tool. Each trains all tokens once, after the
 pairs, with seed 1, the same settings, and the learning rate that was chosen for TRL, as these tools are transformers'
@@ -69,13 +70,19 @@ from fctune.tasks.evaluation.paired import paired_difference_interval
 from fctune.tasks.judge import is_valid
 
 TOOLS = ("fctune", "trl")  # which are compared over all seeds
-TOKENS_OFF = "tokens_off"  # fctune with adapter.train_tokens=off
+# Both with the learning rate of fctune: fctune with adapter.train_tokens=off, and TRL.
+TOKENS_OFF, SAME_RATE = "tokens_off", "same_rate"
 NAMES = {
     "fctune": "fctune",
     "trl": "TRL",
     TOKENS_OFF: "fctune, train_tokens=off",
+    SAME_RATE: "TRL, fctune's rate",
     "llamafactory": "LLaMA-Factory",
     "axolotl": "axolotl",
+}
+_VARIANTS = {
+    TOKENS_OFF: "also train fctune without the rows of untrained tokens",
+    SAME_RATE: "also train with TRL and the learning rate that was chosen for fctune",
 }
 LEARNING_RATES = (1e-4, 2e-4, 4e-4)
 SEARCH_SHARE = 4  # the search for a learning rate trains this fraction of the tokens
@@ -454,8 +461,8 @@ def iter_results(arguments: argparse.Namespace, model_dir: Path) -> Iterator[dic
             yield train_and_measure(Training(tool, "full", seed, rates[tool]), arguments, model_dir)
     for tool in TOOLS if arguments.defaults else ():
         yield train_and_measure(Training(tool, "defaults", 1), arguments, model_dir)
-    for tool in [tool for tool in (TOKENS_OFF, *COMMANDS) if getattr(arguments, tool)]:
-        training = Training(tool, "full", 1, rates["fctune" if tool == TOKENS_OFF else "trl"])
+    for tool in [tool for tool in (*_VARIANTS, *COMMANDS) if getattr(arguments, tool)]:
+        training = Training(tool, "full", 1, rates["fctune" if tool in _VARIANTS else "trl"])
         try:
             yield train_and_measure(training, arguments, model_dir)
         except CheckpointError as error:
@@ -474,7 +481,7 @@ def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if theirs:  # the later of the two
             found[stage] = compare(ours[: len(theirs)], theirs)
     first = {one["tool"]: one for one in results if (one["stage"], one["seed"]) == ("full", 1) and "failed" not in one}
-    if first.keys() & {TOKENS_OFF, *COMMANDS}:
+    if first.keys() & {*_VARIANTS, *COMMANDS}:
         found["one_seed"] = {tool: compare([first["fctune"]], [one]) for tool, one in first.items() if tool != "fctune"}
     return found
 
@@ -555,8 +562,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--learning-rates", type=float, nargs="+", default=LEARNING_RATES, metavar="X")
     parser.add_argument("--validation-limit", type=int, default=20, metavar="N", help="cases a category of the search")
     parser.add_argument("--public-sets", action="store_true", help="also measure the public sets in --rows")
-    words = "also train fctune without the rows of untrained tokens"
-    parser.add_argument(f"--{TOKENS_OFF.replace('_', '-')}", action="store_true", help=words)
+    for tool, words in _VARIANTS.items():
+        parser.add_argument(f"--{tool.replace('_', '-')}", action="store_true", help=words)
     parser.add_argument("--defaults", action="store_true", help="also train with each tool's defaults")
     for tool in COMMANDS:
         words = f"also train with {NAMES[tool]}, which this Python has"

@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks import head_to_head, head_to_head_peers
 from benchmarks.head_to_head import (
+    SAME_RATE,
     TOKENS_OFF,
     Training,
     choose_rate,
@@ -203,7 +204,7 @@ def find_trained(report: dict[str, Any], tool: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_both_tools_train_the_same_tokens_and_an_ended_part_is_kept(chatml_base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = [*write_inputs(chatml_base, tmp_path), "--tokens", "8000", "--tokens-off"]
+    words = [*write_inputs(chatml_base, tmp_path), "--tokens", "8000", "--tokens-off", "--same-rate"]
     assert main(words) == 0
     report = json.loads((out / "head_to_head.json").read_text())
     ours, theirs = (find_trained(report, tool) for tool in ("fctune", "trl"))
@@ -217,7 +218,9 @@ def test_both_tools_train_the_same_tokens_and_an_ended_part_is_kept(chatml_base:
     assert theirs["supervised_tokens"] == ours["supervised_tokens"] + 2 * added  # in each of two epochs
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=0.02)
     assert report["full"]["categories"]["unseen_tools"]["n"] == 2
-    assert find_trained(report, TOKENS_OFF)["losses"] == ours["losses"]  # which are without trained tokens here
+    # The config has no trained tokens here, and there is one learning rate.
+    assert find_trained(report, TOKENS_OFF)["losses"] == ours["losses"]
+    assert find_trained(report, SAME_RATE)["losses"] == theirs["losses"]
     assert report["one_seed"][TOKENS_OFF]["all_cases"]["difference"][0] == 0
     kept = {path: path.stat().st_mtime_ns for path in (out / "measured").iterdir()}
     assert not list((out / "trainings").glob("*/"))
