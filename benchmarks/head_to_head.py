@@ -56,7 +56,7 @@ from benchmarks.peer_rows import find_version, to_form
 from benchmarks.real_arguments import add_model_options, check_model, run_benchmark
 from benchmarks.real_measuring import CATEGORIES, UNSEEN, SplitName, Subject, answers_dir, load_suites, measure
 from benchmarks.real_model import find_public_files, run_module, train_once
-from benchmarks.real_summary import average_by_kind, balance_accuracy
+from benchmarks.real_summary import average_by_kind, balance_accuracy, is_call_due
 from benchmarks.training import PACKAGES, describe_machine, keep
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.files import write_atomically
@@ -319,7 +319,7 @@ def sign_flip_p(differences: Sequence[int]) -> float:
 
 
 def compare(fctune: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Compare trainings of two tools by category, and in all; see the module's docstring for the pooling over seeds.
+    """Compare trainings of two tools by category, by whether a call is due, and in all; seeds are pooled as the module says.
 
     Args:
         fctune: Results of ``train_and_measure``.
@@ -347,9 +347,13 @@ def compare(fctune: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) 
         for category in categories
     }
     means = {tool: [mean_accuracy(one["verdicts"]) for one in results] for tool, results in runs.items()}
+    kinds: dict[str, list[list[int]]] = {}
+    for category, of_it in pairs.items():
+        kinds.setdefault("a call is due" if is_call_due(category) else "none is due", []).extend(of_it)
     return {
         "seeds": num_seeds,
         "categories": {name: _compare_category(tuple(runs), of_it, num_seeds) for name, of_it in pairs.items()},
+        "kinds": {name: _compare_category(tuple(runs), of_it, num_seeds) for name, of_it in kinds.items()},
         "all_cases": _compare_category(tuple(runs), [pair for of_it in pairs.values() for pair in of_it], num_seeds),
         "mean_over_categories_by_seed": means,
     }
@@ -410,8 +414,11 @@ def _format_accuracy(compared: dict[str, Any]) -> str:
     first = next(iter(compared.values()))
     heads = ["", "cases", "fctune", *(head for tool in compared for head in (NAMES[tool], "difference", "p"))]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name in (*first["categories"], "all cases"):
-        rows = {tool: {**one["categories"], "all cases": one["all_cases"]}[name] for tool, one in compared.items()}
+    for name in (*first["categories"], *first["kinds"], "all cases"):
+        rows = {
+            tool: {**one["categories"], **one["kinds"], "all cases": one["all_cases"]}[name]
+            for tool, one in compared.items()
+        }
         row = next(iter(rows.values()))
         cells = [name, str(row["n"]), _format_share(row["fctune"])]
         for tool, one in rows.items():
@@ -529,7 +536,8 @@ def run(arguments: argparse.Namespace) -> str:
     counts = keep(arguments.out / "rows" / "counts.json", lambda: write_rows(arguments, model_dir))
     report: dict[str, Any] = {
         "command": "python -m benchmarks.head_to_head",
-        "settings": {key: value for key, value in settings.items() if key != "rows"},
+        "settings": {key: value for key, value in settings.items() if key != "rows"}
+        | {"config": Path(arguments.config).name},  # without this machine's paths
         "versions": versions,
         "rows": {"counts": counts, "in_trl": _compare_rows(arguments, model_dir, counts["full"]["rows"])},
     }

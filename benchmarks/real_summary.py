@@ -94,6 +94,11 @@ def summarise_pairs(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def is_call_due(category: str) -> bool:
+    """Return True if the right answers of a category are calls."""
+    return category not in WITHOUT_CALL and not category.endswith(NO_CALL)
+
+
 def average_by_kind(accuracies: Mapping[str, float]) -> dict[bool, float]:
     """Return the mean accuracies over categories where a call is due (True) and where none is (False).
 
@@ -102,8 +107,7 @@ def average_by_kind(accuracies: Mapping[str, float]) -> dict[bool, float]:
     """
     groups: dict[bool, list[float]] = {}
     for category, accuracy in accuracies.items():
-        is_due = category not in WITHOUT_CALL and not category.endswith(NO_CALL)
-        groups.setdefault(is_due, []).append(accuracy)
+        groups.setdefault(is_call_due(category), []).append(accuracy)
     return {is_due: statistics.mean(group) for is_due, group in groups.items()}
 
 

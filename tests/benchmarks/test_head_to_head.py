@@ -69,6 +69,7 @@ def test_accuracies_are_means_over_seeds_with_the_interval_of_the_cases() -> Non
     assert both["categories"]["c"]["n"] == once["n"] == 10
     assert both["categories"]["c"]["trl"] == once["trl"]
     assert both["mean_over_categories_by_seed"] == {"fctune": [0.8, 0.6], "trl": [0.5, 0.5]}
+    assert both["kinds"] == {"a call is due": both["categories"]["c"]}
     with pytest.raises(DataError, match="different cases"):
         compare(ours[:1], make_results("trl", [[True] * 9]))
 
