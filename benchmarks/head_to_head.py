@@ -319,7 +319,7 @@ def sign_flip_p(differences: Sequence[int]) -> float:
 
 
 def compare(fctune: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Compare trainings of two tools by category, by whether a call is due, and in all; seeds are pooled as the module says.
+    """Compare trainings of two tools by category, by whether a call is due, and in all; see the module for seeds.
 
     Args:
         fctune: Results of ``train_and_measure``.
