@@ -127,6 +127,11 @@ class Training:
         return f"{self.tool}-{self.stage}{rate}-seed{self.seed}"
 
     @property
+    def is_fctune(self) -> bool:
+        """True if fctune trains, with or without the rows of untrained tokens."""
+        return self.tool in ("fctune", TOKENS_OFF)
+
+    @property
     def split(self) -> SplitName:
         """Cases that it is measured on."""
         return "validation" if self.stage == "search" else "test"
@@ -186,7 +191,7 @@ def train(training: Training, arguments: argparse.Namespace, model_dir: Path, fo
     started = time.perf_counter()
     if training.tool == TOKENS_OFF:
         keys.append("adapter.train_tokens=off")
-    if training.tool in ("fctune", TOKENS_OFF):
+    if training.is_fctune:
         train_once(arguments.config, folder / "run", keys)
         result = _count_fctune(folder / "run")
     else:
@@ -237,7 +242,7 @@ def _count_fctune(run: Path) -> dict[str, Any]:
 
 def find_merged(training: Training, folder: Path) -> Path:
     """Return the merged model of a training, merging it if that is missing."""
-    if training.tool in ("fctune", TOKENS_OFF):
+    if training.is_fctune:
         return folder / "run" / "export" / "merged"
     if not (folder / "merged").is_dir():
         run_step("merge", training, folder)
@@ -414,14 +419,12 @@ def _format_accuracy(compared: dict[str, Any]) -> str:
     first = next(iter(compared.values()))
     heads = ["", "cases", "fctune", *(head for tool in compared for head in (NAMES[tool], "difference", "p"))]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name in (*first["categories"], *first["kinds"], "all cases"):
-        rows = {
-            tool: {**one["categories"], **one["kinds"], "all cases": one["all_cases"]}[name]
-            for tool, one in compared.items()
-        }
-        row = next(iter(rows.values()))
+    tables = {
+        tool: {**one["categories"], **one["kinds"], "all cases": one["all_cases"]} for tool, one in compared.items()
+    }
+    for name, row in next(iter(tables.values())).items():
         cells = [name, str(row["n"]), _format_share(row["fctune"])]
-        for tool, one in rows.items():
+        for tool, one in ((tool, table[name]) for tool, table in tables.items()):
             difference = "{:+.0%} ({:+.0%} to {:+.0%})".format(*one["difference"])
             cells += [_format_share(one[tool]), difference, f"{one['p']:.2g}"]
         lines.append(f"| {' | '.join(cells)} |")

@@ -15,7 +15,7 @@ from fctune.tasks.evaluation.results import read_rows as read_results
 from fctune.tasks.judge import Row, is_valid
 
 PROMPTED = "before_prompt"
-WITHOUT_CALL = ("irrelevance", "live_irrelevance", "no_call")  # categories in which no call is right
+_WITHOUT_CALL = ("irrelevance", "live_irrelevance", "no_call")  # categories in which no call is right
 HEADS = {"before": "before", PROMPTED: "before, BFCL's prompt", "after": "after"}
 
 
@@ -96,7 +96,7 @@ def summarise_pairs(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 def is_call_due(category: str) -> bool:
     """Return True if the right answers of a category are calls."""
-    return category not in WITHOUT_CALL and not category.endswith(NO_CALL)
+    return category not in _WITHOUT_CALL and not category.endswith(NO_CALL)
 
 
 def average_by_kind(accuracies: Mapping[str, float]) -> dict[bool, float]:
