@@ -61,6 +61,7 @@ for ((index = 0; index < server_gpus / gpus_per_server; index++)); do
   [ "$gpus_per_server" = 1 ] || options="--tensor-parallel-size $gpus_per_server"
   # Whoever reaches the server can load adapters: other machines must not where none needs it, nor those without the key.
   [ "$nodes" -gt 1 ] || options="--host 127.0.0.1 $options"
+  unset VLLM_API_KEY # of servers for users: the trainer sends FCTUNE_API_KEY, if that is set
   [ -z "${FCTUNE_API_KEY:-}" ] || export VLLM_API_KEY=$FCTUNE_API_KEY
   (
     trap '' USR1

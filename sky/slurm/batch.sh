@@ -36,6 +36,11 @@ if [ -n "${FCTUNE_MODULES:-}" ]; then
   set -u
 fi
 
+# What commands call this job. The last task of an array to start has the array's own number as SLURM_JOB_ID, which alone
+# means all its tasks.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+
 mkdir -p "$FCTUNE_SHARED"
 srun --ntasks-per-node=1 mkdir -p "$FCTUNE_NETWORK" || exit
 started=$(date +%s)
@@ -43,7 +48,7 @@ stop_signal=''
 
 # 300 s before the time limit, Slurm signals only this script (B: in --signal), which signals every process of the job's
 # steps. When a job is cancelled or preempted (TERM), Slurm signals those processes itself.
-trap 'stop_signal=USR1; echo "$(date -Is) stop requested: the run saves a checkpoint, and the job is requeued" >&2; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+trap 'stop_signal=USR1; echo "$(date -Is) stop requested: the run saves a checkpoint, and the job is requeued" >&2; scancel --signal=USR1 "$job"' USR1
 trap 'stop_signal=TERM' TERM
 
 # Requeue this job, so that it resumes the run, without the nodes of the given ranks as long as the partition has enough
@@ -54,9 +59,9 @@ requeue() {
   for rank in "$@"; do
     faulty+=${faulty:+,}$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n "$((rank + 1))p")
   done
-  scontrol requeue "$SLURM_JOB_ID" || return
+  scontrol requeue "$job" || return
   [ -n "$faulty" ] || return 0
-  excluded=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')
+  excluded=$(scontrol show job "$job" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')
   [ -z "$excluded" ] || [ "$excluded" = '(null)' ] || faulty=$excluded,$faulty
   # Without the nodes that start no jobs; * marks one that does not respond, and $ one in maintenance.
   left=$(sinfo --noheader --Node --partition "${SLURM_JOB_PARTITION:-}" --format '%N %T' \
@@ -66,7 +71,7 @@ requeue() {
     echo "$(date -Is) $faulty failed, but is not excluded: the partition has only $left other nodes that start jobs" >&2
   else # only a pending job's list can be changed
     echo "$(date -Is) $faulty failed: the job continues on other nodes" >&2
-    scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$faulty"
+    scontrol update "JobId=$job" "ExcNodeList=$faulty"
   fi
 }
 

@@ -122,6 +122,28 @@ def test_a_job_that_slurm_asks_to_stop_saves_is_requeued_and_resumes_at_the_next
     assert "(restart 1)" in job.text("_summary.txt")
 
 
+def test_a_stop_of_one_task_of_an_array_leaves_the_others_running(cluster: Cluster, clone: Path) -> None:
+    script = clone / "array.sbatch"
+    wait = 'trap "exit 75" USR1; touch /mnt/shared/array-$SLURM_ARRAY_TASK_ID; while sleep 0.2; do :; done'
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --array=0-2 --requeue --output=array_%a.log\n#SBATCH --nodelist=n0 --mem=1G\n"
+        f"set -uo pipefail\n. sky/slurm/batch.sh\nrun_and_report bash -c '{wait}'\n"
+    )
+    disks = "FCTUNE_SHARED=/mnt/shared FCTUNE_NETWORK=/mnt/network"
+    array = cluster.ssh(f"cd {clone} && {disks} sbatch --parsable array.sbatch").strip()
+    wait_until(lambda: len(list(cluster.shared.glob("array-[012]"))) == 3, "all tasks run", 60)
+
+    def count_restarts() -> dict[str, tuple[str, str]]:
+        shown = cluster.ssh(f"scontrol show job --oneliner {array}").splitlines()
+        facts = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in shown]
+        return {one["ArrayTaskId"]: (one["JobState"], one["Restarts"]) for one in facts}
+
+    # The task that starts last has the number of the array as its own.
+    cluster.ssh(f"scancel --signal=USR1 --batch {array}_2")
+    wait_until(lambda: count_restarts()["2"][1] == "1", "the task is requeued", 60)
+    assert count_restarts()["0"] == count_restarts()["1"] == ("RUNNING", "0")
+
+
 def test_a_job_whose_node_dies_resumes_from_its_last_checkpoint(cluster: Cluster, clone: Path, trial: str) -> None:
     job = Job(cluster, clone, trial, "interrupted", "max_steps=50")
     saved = job.wait_for_checkpoint()

@@ -70,7 +70,7 @@ def test_an_array_of_six_runs_survives_the_sweeps_own_death(cluster: Cluster, cl
     cluster.ssh(f"setsid bash -c {shlex.quote(command)} < /dev/null > /mnt/shared/sweeps/first.log 2>&1 &")
     wait_until(lambda: list(study.glob("runs/*/metrics.jsonl")), "a run trains", 240)
     queue = cluster.ssh("squeue --array --noheader --format '%j_%K %T'").splitlines()
-    assert {line.split()[0] for line in queue} <= {f"array-0_{number}" for number in range(6)}
+    assert all(re.fullmatch(r"array-[0-9a-f]{6}-0_[0-5]", line.split()[0]) for line in queue), queue
     assert sum(line.endswith("RUNNING") for line in queue) <= 2
     cluster.ssh("pkill --signal KILL --full 'fctune.cli [s]weep'")
     assert cluster.ssh("squeue --noheader"), "jobs continue"
@@ -92,7 +92,7 @@ def test_an_array_of_six_runs_survives_the_sweeps_own_death(cluster: Cluster, cl
         assert steps == list(range(1, int(row["steps"]) + 1))
         assert "preflight: " in (study / "logs" / f"{name}.log").read_text()
     jobs = cluster.ssh("scontrol show job --oneliner", check=False)
-    assert set(re.findall(r"JobName=array-0 .*? Restarts=(\d+)", jobs)) <= {"0"}, "stopped tasks are not requeued"
+    assert set(re.findall(r"JobName=array-\w{6}-0 .*? Restarts=(\d+)", jobs)) <= {"0"}, "stopped tasks are not requeued"
     checked = cluster.ssh(f"cd {clone} && {PYTHON} -m fctune.cli config check /mnt/shared/sweeps/array/best.yaml")
     assert "valid" in checked
 
@@ -122,4 +122,4 @@ def test_three_managed_jobs_run_a_sweep_two_at_a_time(cluster: Cluster, sky: Sky
     }
     assert count_most_at_once(study) <= 2
     queue = sky.run("jobs", "queue", "--all").stdout
-    assert len(re.findall(r"managed-00\d-1 .*SUCCEEDED", queue)) == 3, queue
+    assert len(re.findall(r"managed-\w{6}-00\d-1 .*SUCCEEDED", queue)) == 3, queue

@@ -171,9 +171,9 @@ class SweepDriver:
                 if run.attempts[-1].job not in started:
                     run.attempts.pop()  # it never began
             raise
-        for run in batch:
+        for run, job in zip(batch, jobs, strict=True):
             number = len(run.attempts)
-            verb = "submitted" if self._launcher.is_remote else "started"
+            verb = f"submitted as {job}" if self._launcher.is_remote else "started"
             self._show(f"{run.title}: {verb}{f', attempt {number}' if number > 1 else ''}")
 
     def _conclude_ended(self, active: set[str] | None) -> None:

@@ -29,7 +29,7 @@ class Launcher(Protocol):
         """Return how many runs can be started now; None: any number, of which some may wait in a queue."""
 
     def name_job(self, run: SweepRun) -> str:
-        """Return the name of a run's next job, which no other job has."""
+        """Return the name of a run's next job, which no other job has, of this study or another."""
 
     def submit(self, runs: Sequence[SweepRun]) -> None:
         """Start runs whose new attempts name their jobs.
@@ -229,7 +229,7 @@ class SlurmLauncher(RemoteLauncher):
     def name_job(self, run: SweepRun) -> str:
         """Return the array's name and the task's number; runs that are submitted together share an array."""
         serial = sum(len(one.attempts) for one in self._study.runs)
-        return f"{self._study.path.name}-{serial}_{run.number}"
+        return f"{self._study.job_prefix}-{serial}_{run.number}"
 
     def submit(self, runs: Sequence[SweepRun]) -> None:
         """Submit the runs as one Slurm array for each name of their jobs."""
@@ -256,7 +256,7 @@ class SlurmLauncher(RemoteLauncher):
     def list_active(self) -> set[str] | None:
         """Return the tasks in the queue as ``NAME_TASK``."""
         done = self._run(["squeue", "--me", "--array", "--noheader", "--format=%j_%K"], COMMAND_LIMIT_S)
-        return set(done.output.text.split()) if done.code == 0 else None
+        return {line.strip() for line in done.output.text.splitlines()} if done.code == 0 else None
 
 
 _COPIED = ("run.json", "metrics.jsonl", "exit.json", "alerts.jsonl")
@@ -282,7 +282,7 @@ class SkyLauncher(RemoteLauncher):
 
     def name_job(self, run: SweepRun) -> str:
         """Return the name of the managed job."""
-        return f"{self._study.path.name}-{run.name}-{len(run.attempts) + 1}"
+        return f"{self._study.job_prefix}-{run.name}-{len(run.attempts) + 1}"
 
     def submit(self, runs: Sequence[SweepRun]) -> None:
         """Launch a managed job for each run."""

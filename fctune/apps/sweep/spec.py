@@ -37,7 +37,7 @@ class EarlyStopConfig:
 
 # Neither can be an option of ssh or rsync, and no shell finds anything to replace in them.
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
-_REMOTE_DIR = re.compile(r"[/~][A-Za-z0-9./_~+@%=,-]*")
+_REMOTE_DIR = re.compile(r"/[A-Za-z0-9./_~+@%=,-]*")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,8 +81,8 @@ class LauncherConfig:
         if isinstance(self.remote_dir, str) and not _REMOTE_DIR.fullmatch(self.remote_dir):
             problems.add(
                 ("remote_dir",),
-                f"{where}.remote_dir={self.remote_dir}: is read by a shell of the host; expected a directory of "
-                "letters, digits and ./_~+@%=,- only, that starts with / or ~",
+                f"{where}.remote_dir={self.remote_dir}: is read by jobs and by a shell of the host; expected "
+                "the whole path of a directory, /..., of letters, digits and ./_~+@%=,- only",
             )
         for name in ("script", "task"):
             if str(getattr(self, name)).startswith("-"):

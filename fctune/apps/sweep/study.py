@@ -9,7 +9,9 @@ logs/NNN.log        what the run printed, all attempts one after another
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -58,7 +60,7 @@ class SweepRun:
 
     @property
     def name(self) -> str:
-        """Name of the study: that of its directory."""
+        """Name of the run: its number."""
         return f"{self.number:03d}"
 
     @property
@@ -115,6 +117,17 @@ class Study:
     def output_dir(self, run: SweepRun) -> Path:
         """Return the output directory of a run as its job sees it."""
         return self.run_root / "runs" / f"{self.path.name}-{run.name}"
+
+    @property
+    def job_prefix(self) -> str:
+        """What the names of the study's jobs start with: its directory's name, and a code of the whole path.
+
+        Two studies, such as ``llama/sweep`` and ``qwen/sweep``, have different ones. Schedulers take letters, digits,
+        dots, hyphens and underscores, and SkyPilot a letter first.
+        """
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.path.name).strip("-_.")
+        name = name if name[:1].isalpha() else f"sweep-{name}".rstrip("-")
+        return f"{name}-{hashlib.sha256(str(self.path).encode()).hexdigest()[:6]}"
 
     def config_path(self, run: SweepRun) -> Path:
         """Return the config of a run."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fctune.apps.sweep.spec import load_sweep
+from fctune.apps.sweep.study import Study
 from fctune.base.errors import ConfigError
 from fctune.cli import main
 from tests.apps.sweep.fake_cluster import install
@@ -57,23 +58,41 @@ def test_slurm_gets_one_array_with_a_limit_and_one_more_for_what_failed(
     assert runs[4]["attempts"][0]["reason"] == "left no exit.json"
 
 
+def test_names_of_jobs_have_no_spaces_and_differ_between_studies(write_sweep: WriteSweep, tmp_path: Path) -> None:
+    found = []
+    for folder in ("llama/my sweep", "qwen/my sweep", "3: é"):
+        study = Study(load_sweep(write_sweep(study_dir=str(tmp_path / folder), launcher={"kind": "sky"})))
+        found.append(study.job_prefix)
+    assert len(set(found)) == 3
+    assert [re.sub(r"-[0-9a-f]{6}$", "", name) for name in found] == ["my-sweep", "my-sweep", "sweep-3"]
+
+
+def test_a_study_whose_name_has_a_space_submits_each_run_once(
+    write_sweep: WriteSweep, commands: Callable[[], list[list[str]]], tmp_path: Path
+) -> None:
+    study = tmp_path / "my sweep"
+    assert main(["sweep", str(write_sweep(study_dir=str(study), launcher={"kind": "slurm", "poll_s": 0.1}))]) == 0
+    assert {len(run["attempts"]) for run in read_runs(study)} == {1}
+
+
 @pytest.mark.thorough
 def test_managed_jobs_are_limited_and_adopted_by_a_restarted_sweep(
     write_sweep: WriteSweep, commands: Callable[[], list[list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.03")
     sweep = write_sweep(launcher={"kind": "sky", "poll_s": 0.1, "options": ["--secret", "HF_TOKEN"]}, at_once=2)
+    prefix = Study(load_sweep(sweep)).job_prefix
     with monkeypatch.context() as patch:
         ended = SimpleNamespace(sleep=lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
         patch.setattr("fctune.apps.sweep.driver.time", ended)
         assert main(["sweep", str(sweep)]) == 130
     assert [words[words.index("--name") + 1] for words in commands() if words[1:3] == ["jobs", "launch"]] == [
-        "study-000-1",
-        "study-001-1",
+        f"{prefix}-000-1",
+        f"{prefix}-001-1",
     ]
     assert main(["sweep", str(sweep)]) == 0
     launched = [words for words in commands() if words[1:3] == ["jobs", "launch"]]
-    assert [words[words.index("--name") + 1] for words in launched] == [f"study-{n:03d}-1" for n in range(6)]
+    assert [words[words.index("--name") + 1] for words in launched] == [f"{prefix}-{n:03d}-1" for n in range(6)]
     assert all(words[-2:] == ["--secret", "HF_TOKEN"] and "sky/finetune.yaml" in words for words in launched)
     assert {len(run["attempts"]) for run in read_runs(tmp_path / "study")} == {1}
 
@@ -137,16 +156,20 @@ def test_a_missing_script_or_task_is_named(
         ({"kind": "sky", "host": "desk:x", "remote_dir": "/mnt"}, "host=desk:x: not a host"),
         (
             {"kind": "sky", "host": "desk", "remote_dir": "/mnt;id"},
-            "remote_dir=/mnt;id: is read by a shell of the host",
+            "remote_dir=/mnt;id: is read by jobs and by a shell",
         ),
-        ({"kind": "sky", "host": "desk", "remote_dir": "--help"}, "remote_dir=--help: is read by a shell of the host"),
+        (
+            {"kind": "sky", "host": "desk", "remote_dir": "~/study"},
+            "remote_dir=~/study: is read by jobs and by a shell",
+        ),
+        ({"kind": "sky", "host": "desk", "remote_dir": "--help"}, "remote_dir=--help: is read by jobs and by a shell"),
         (
             {"kind": "sky", "task": "--env-file=x"},
             "task=--env-file=x: would be read as an option; write ./--env-file=x",
         ),
         ({"kind": "slurm", "script": "--wrap=id"}, "script=--wrap=id: would be read as an option; write ./--wrap=id"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_values_of_a_sweep_cannot_become_options_or_commands(
     launcher: dict[str, str], reason: str, write_sweep: WriteSweep
