@@ -52,7 +52,10 @@ def add_commands(commands: Any) -> None:
         help="price of a GPU-hour, in the config's currency; default: the config's, else the list price",
     )
     plan.add_argument(
-        "--prices", type=Path, metavar="FILE", help="YAML with prices in place of those of fctune/runs/prices.yaml"
+        "--prices",
+        type=Path,
+        metavar="FILE",
+        help="YAML with prices, in the config's currency, in place of those of fctune/runs/prices.yaml",
     )
     plan.add_argument(
         "--shared-gib", type=float, default=2000.0, metavar="X", help="size of the shared disk; default: %(default)s"
@@ -103,7 +106,7 @@ def add_commands(commands: Any) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from fctune.apps.plan.request import PlanRequest
     from fctune.base.gpus import GPUS, find_gpu
-    from fctune.runs.prices import Prices, read_prices
+    from fctune.runs.prices import CURRENCY, Prices, read_prices
 
     options = {
         "--gpu-memory-gib": arguments.gpu_memory_gib,
@@ -124,7 +127,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     elif colon:
         arguments.gpus_per_node = int(count)
     gpu = problems.collect(lambda: find_gpu(name, options))
-    prices = problems.collect(lambda: read_prices(arguments.prices))
+    currency = CURRENCY if config is None else config.currency
+    prices = problems.collect(lambda: read_prices(arguments.prices, currency, "" if gpu is None else gpu.name))
     named = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(PlanRequest)}
     given = {name: value for name, value in named.items() if value is not None}
     given |= {"gpu": gpu or GPUS["h100"], "prices": prices or Prices(), "is_searching": arguments.search}

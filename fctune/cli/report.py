@@ -60,7 +60,6 @@ def add_commands(commands: Any) -> None:
 def _report(arguments: argparse.Namespace) -> int:
     from fctune.apps.report.run_page import write_run_html
     from fctune.runs.figures import Pricing
-    from fctune.runs.prices import read_prices
     from fctune.runs.record import read_run
     from fctune.runs.success import format_criteria, is_success, judge_run
     from fctune.tasks.evaluation.accuracy import find_accuracies, list_totals, pair_results
@@ -73,7 +72,7 @@ def _report(arguments: argparse.Namespace) -> int:
     for option, number in (("--price", arguments.price or 0.0), ("--network-gib", arguments.network_gib)):
         if not 0 <= number < math.inf:
             raise ConfigError(f"{option} {number}: expected 0 or more.")
-    pricing = Pricing(arguments.price, arguments.prices and read_prices(arguments.prices), arguments.network_gib)
+    pricing = Pricing(arguments.price, arguments.prices, arguments.network_gib)
     published = [read_published(path) for path in arguments.published]
     records = [read_run(path) for path in arguments.runs]
     if arguments.after:

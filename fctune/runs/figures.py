@@ -6,9 +6,10 @@ import itertools
 import re
 import statistics
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from fctune.base.gpus import GPUS
+from fctune.base.gpus import match_gpu
 from fctune.runs.leftovers import count_bytes
 from fctune.runs.prices import CURRENCY, NETWORK_GIB, Cost, Price, Prices, compute_cost, read_prices
 from fctune.runs.record import MetricsFile, RunRecord, RunSegment
@@ -138,7 +139,7 @@ class Pricing:
     """Prices that a run's cost is computed with."""
 
     gpu_hour: float | None = None  # None: that of the run's config, else the list price of its GPUs
-    prices: Prices | None = None  # None: the list prices
+    prices_file: Path | None = None  # prices in the runs' currency, in place of the list prices
     network_gib: float = NETWORK_GIB  # network disk of each node
 
 
@@ -197,7 +198,7 @@ def describe_run(record: RunRecord, pricing: Pricing | None = None) -> Figures:
     """Compute the summary figures of a run."""
     metrics, pricing = record.metrics, pricing or Pricing()
     currency = record.config.get("currency", CURRENCY)
-    prices = (pricing.prices or read_prices()) if currency == CURRENCY else Prices()
+    prices = read_prices(pricing.prices_file, currency)
     num_nodes = max(1, len(set(record.run.get("hosts") or [])))
     tokens, padding = metrics.total("tokens_total"), metrics.total("tokens_padding")
     validation = metrics.latest("validation_loss")
@@ -247,9 +248,10 @@ def _find_price(record: RunRecord, given: float | None, prices: Prices) -> Price
     chosen = record.config.get("price_per_gpu_hour") if given is None else given
     if chosen is not None:
         return Price(chosen)
-    words = set(re.findall(r"[a-z0-9]+", str(record.run.get("device", "")).lower()))
-    names = [name for name in GPUS if set(name.split("-")) <= words]
-    return prices.gpu_hour.get(max(names, key=len, default=""), Price(None))
+    device = str(record.run.get("device", "")).partition(",")[0]
+    without_memory = re.sub(r"\b\d+ ?GB\b", "", device)  # that of one size has the price of another, if it has none
+    gpus = [gpu.name for name in (device, without_memory) if (gpu := match_gpu(name)) is not None]
+    return next((prices.gpu_hour[gpu] for gpu in gpus if gpu in prices.gpu_hour), Price(None))
 
 
 def _tokens_per_s_per_rank(record: RunRecord) -> float | None:

@@ -19,7 +19,7 @@ from fctune.parallel.memory import Peak, Setting
 from fctune.parallel.search import LayoutSearch
 from fctune.parallel.speed import StepTime
 from fctune.parallel.storage import Storage, count_expert_bytes, plan_storage
-from fctune.runs.prices import CURRENCY, Cost, Prices, compute_cost
+from fctune.runs.prices import Cost, compute_cost
 
 # Gigabytes of the image, or of the packages, that a new node downloads; torch's CUDA wheels are most of it. An
 # assumption, as no image was built yet.
@@ -219,12 +219,10 @@ def estimate_run(
     num_gpus, training_hours = gpus + server_gpus, storage.hours(num_steps, step_s)
     cost = None
     if training_hours is not None and request.price is not None:
-        # List prices of disks and traffic are in one currency.
-        prices = request.prices if config.currency == CURRENCY else Prices()
         exported = storage.export_bytes / 2**30 if request.egress_gib is None else request.egress_gib
         disks = request.shared_gib, request.network_gib * nodes
         hours = startup.total_s / 3600 + training_hours
-        cost = compute_cost(prices, request.price, hours, num_gpus, *disks, exported)
+        cost = compute_cost(request.prices, request.price, hours, num_gpus, *disks, exported)
     return Estimate(time, rollouts, step_s, storage, startup, num_gpus, training_hours, cost)
 
 

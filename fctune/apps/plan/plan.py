@@ -24,7 +24,6 @@ from fctune.parallel.layout import Hardware
 from fctune.parallel.memory import Peak, Setting
 from fctune.parallel.search import LayoutSearch, Variant, fit_seq_len, list_overrides
 from fctune.parallel.speed import MEASURED_RANGE, UNMEASURED_RANGE, Flops, KernelTimes
-from fctune.runs.prices import CURRENCY
 
 VERSION = 2  # of the JSON
 
@@ -339,7 +338,7 @@ def _choose_price(config: RunConfig, request: PlanRequest) -> float | None:
     """Return the price of a GPU-hour: the request's, else the config's, else the listed one; None if none is known."""
     if request.price is not None:
         return request.price
-    if config.price_per_gpu_hour is not None or config.currency != CURRENCY:
+    if config.price_per_gpu_hour is not None:
         return config.price_per_gpu_hour
     listed = request.prices.gpu_hour.get(request.gpu.name)
     return None if listed is None else listed.price

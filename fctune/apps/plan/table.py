@@ -189,7 +189,7 @@ def _describe_parts(plan: Plan, cost: Cost) -> str:
     is_listed = listed is not None and listed.price == request.price and plan.config.price_per_gpu_hour is None
     line = f"cost: {cost.total:,.2f} {currency} = {' + '.join(shown)}"
     line += f"; without {', '.join(missing)}, whose price is not known (--prices)" if missing else ""
-    return line + (f"; list price of a GPU-hour: {listed}" if is_listed else "")
+    return line + (f"; {'list ' * bool(listed.source)}price of a GPU-hour: {listed}" if listed and is_listed else "")
 
 
 def _describe_schedule(plan: Plan, num_steps: int) -> str:

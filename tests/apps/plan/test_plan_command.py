@@ -131,6 +131,18 @@ def test_traffic_is_priced_by_the_exports_size_or_as_given(capsys: pytest.Captur
     assert "--egress-gib -1: expected 0 or more." in err
 
 
+def test_own_prices_count_in_the_configs_currency(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("gpu_hour: {H100: 2.1}\nshared_gib_month: 0.05\n")
+    data = ("--nodes", "2", "--rows", "100000", "--mean-tokens", "600", "currency=EUR")
+    text = run(capsys, *data, "--prices", str(prices))[1]
+    assert " EUR at 2.1 EUR per GPU-hour" in text
+    assert " EUR = GPUs " in text
+    assert "+ shared disk of 2,000 GiB " in text
+    assert "; price of a GPU-hour: 2.1" in text
+    assert " EUR" not in run(capsys, *data)[1], "list prices are in dollars"
+
+
 def test_an_unavailable_model_is_reported_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,8 @@ from fctune.config.sections.adapter import AdapterConfig
 from fctune.config.sections.success import SuccessConfig
 from fctune.runs.alerts import Alert
 from fctune.runs.directory import RunDirectory
-from fctune.runs.figures import Pricing
-from fctune.runs.prices import Price, Prices, read_prices
+from fctune.runs.figures import Pricing, describe_run
+from fctune.runs.prices import read_prices
 from fctune.runs.record import read_run
 from fctune.runs.sinks import AlertMonitor
 from fctune.runs.success import judge_run
@@ -71,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smoke: Suite) -> Path:
     return path
 
 
-def write_page(runs: list[Path], out: Path, price: float | None = None, prices: Prices | None = None) -> str:
+def write_page(runs: list[Path], out: Path, price: float | None = None, prices: Path | None = None) -> str:
     records = [read_run(path) for path in runs]
     accuracies = [find_accuracies(record) for record in records]
     verdicts = [judge_run(r, None, list_totals(a), records) for r, a in zip(records, accuracies, strict=True)]
@@ -316,7 +316,7 @@ def test_the_cost_is_gpu_hours_times_price(run: Path, page: Path) -> None:
 
 
 def test_the_cost_counts_both_disks_and_the_traffic_at_given_prices(tmp_path: Path) -> None:
-    """Ten hours on two nodes: the parts add up, those without a price are left out, and other currencies have none."""
+    """Ten hours on two nodes: the parts add up, and list prices count in their own currency only."""
     ten_hours = {"started_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T10:00:00Z"}
     for name, currency in (("usd", "USD"), ("eur", "EUR")):
         directory = make_run(tmp_path / name, 30, price_per_gpu_hour=3.0, currency=currency)
@@ -327,15 +327,18 @@ def test_the_cost_counts_both_disks_and_the_traffic_at_given_prices(tmp_path: Pa
         with open(export / "model.safetensors", "wb") as file:
             file.truncate(2 << 30)  # no space on disk
     # Of the 730 hours of a month, ten.
-    prices = Prices({}, Price(73.0), Price(0.73), Price(0.5))
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("shared_gib_month: 73\nnetwork_gib_month: 0.73\negress_gib: 0.5\n")
     text = write_page([tmp_path / "usd"], tmp_path / "a.html", prices=prices)
     assert (
         "20 GPU-hours at 3 USD: 60.00 USD. Total 103.00 USD = GPUs 60.00 + shared disk for its 2.00 GiB of files 2.00 "
         "+ network disks of 2 x 2,000 GiB 40.00 + traffic of its 2.00 GiB of exports, published once, 1.00."
     ) in text
-    partly = write_page([tmp_path / "usd"], tmp_path / "b.html", prices=Prices(egress_gib=Price(0.5)))
-    assert "Total 61.00 USD = GPUs 60.00 + traffic of its 2.00 GiB of exports, published once, 1.00." in partly
-    assert "60.00 EUR. Goodput" in write_page([tmp_path / "eur"], tmp_path / "c.html", prices=prices)
+    assert "Total 103.00 EUR = " in write_page([tmp_path / "eur"], tmp_path / "b.html", prices=prices)
+    assert "60.00 EUR. Goodput" in write_page([tmp_path / "eur"], tmp_path / "c.html")
+    prices.write_text("egress_gib: 0.5\n")
+    partly = write_page([tmp_path / "eur"], tmp_path / "d.html", prices=prices)
+    assert "Total 61.00 EUR = GPUs 60.00 + traffic of its 2.00 GiB of exports, published once, 1.00." in partly
 
 
 @pytest.mark.parametrize(
@@ -354,6 +357,27 @@ def test_a_run_without_a_price_is_counted_at_the_list_price_of_its_gpus(
     price = read_prices().gpu_hour[listed]
     assert f" at {price.price:g} USD: " in text
     assert f"(list price of {price.date}, {price.source})" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "key", "expected"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx4090", 0.5),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada", 0.5),
+        ("NVIDIA A100-SXM4-40GB", "a100", 0.5),
+        ("NVIDIA GH200 480GB", "gh200", 0.5),
+        ("NVIDIA H100 80GB HBM3", "H100", 0.5),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "H100", None),
+        ("NVIDIA GeForce RTX 4090 D", "rtx4090", None),
+    ],
+)
+def test_gpus_are_priced_by_the_name_that_their_driver_reports(
+    device: str, key: str, expected: float | None, tmp_path: Path
+) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text(f"gpu_hour: {{{key}: 0.5}}\n")
+    change_run(make_run(tmp_path / "run", 30), device=f"{device}, compute capability 8.9")
+    assert describe_run(read_run(tmp_path / "run"), Pricing(prices_file=prices)).price.price == expected
 
 
 def times_of(text: str) -> list[list[str]]:
