@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from fctune.runs.release import read_mark
 from fctune.tasks.evaluation.accuracy import Accuracy
 
 FILE_NAME = "README.md"
+_SNAPSHOT = re.compile(r"/(?:datasets|models)--([^/]+)/snapshots/[0-9a-f]{40}(?::|$)")
 WRITTEN_BY = "<!-- Written by fctune push, which replaces it. Remove this line to keep your own changes. -->"
 
 
@@ -72,9 +74,14 @@ def make_model_card(
 
 
 def name_on_hub(path: str) -> str | None:
-    """Return OWNER/NAME of a path ``hf:OWNER/NAME[@REVISION][:SPLIT]``; None for a local path."""
+    """Return OWNER/NAME of a path ``hf:OWNER/NAME[@REVISION][:SPLIT]``; None for a local path.
+
+    A snapshot in the hub's cache, which a run on a cluster has downloaded before, has the name of its repository.
+    """
     if not path.startswith("hf:"):
         return None
+    if found := _SNAPSHOT.search(path):
+        return found[1].replace("--", "/", 1)
     spec = path.removeprefix("hf:").partition("@")[0].split(":")[0]
     return None if spec.startswith(("/", ".")) or spec.count("/") > 1 else spec
 

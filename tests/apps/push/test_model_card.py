@@ -164,6 +164,8 @@ def test_the_templates_switches_are_passed_to_every_server(run: Path) -> None:
         ("hf:a/b", "a/b"),
         ("hf:a/b@main:test", "a/b"),
         ("hf:/local/snapshot", None),
+        (f"hf:/mnt/shared/hub/datasets--a--b/snapshots/{'26d14ebfe1' * 4}:train", "a/b"),
+        (f"hf:/mnt/shared/hub/datasets--squad/snapshots/{'26d14ebfe1' * 4}", "squad"),
         ("models/a/b", None),
         ("hf:a/b/c", None),
     ],
