@@ -16,6 +16,7 @@ from tests.sky.task_files import SKY
 
 SERVER = """#!/usr/bin/env bash
 echo "gpus=${CUDA_VISIBLE_DEVICES:-all} $*" >> "$TEST_DIR/served"
+echo "${VLLM_API_KEY:-none}" >> "$TEST_DIR/keys"
 [ -z "${SERVER_FAILS:-}" ] || exit 3
 trap 'echo ended >> "$TEST_DIR/served"; exit 0' TERM
 touch "$TEST_DIR/up"
@@ -107,6 +108,13 @@ def test_each_gpu_that_serves_has_a_server_unless_the_model_needs_more(tree: Pat
     assert refused.wait(30) == 2
     assert refused.stderr is not None
     assert "GPUS_PER_SERVER=3 does not divide the 4 GPUs that serve" in refused.stderr.read()
+
+
+@pytest.mark.parametrize("key", ["", "ours"])
+def test_servers_require_the_key_that_the_trainer_sends_and_no_other(key: str, tree: Path) -> None:
+    process = start(tree, 1, 0, VLLM_API_KEY="of servers for users", FCTUNE_API_KEY=key)
+    assert process.wait(30) == 0
+    assert (tree / "keys").read_text().splitlines() == [key or "none"]
 
 
 def test_the_last_of_several_nodes_serves_until_the_training_has_ended(tree: Path) -> None:
