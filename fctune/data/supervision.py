@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fctune.base.errors import DataError
+from fctune.data.call_ids import find_answered
 from fctune.data.completeness import (
     REASONING,
     CompletenessCheck,
@@ -248,7 +249,7 @@ def _find_prose_end(message: Message, text: str, start: int, end: int) -> int:
 def split_parallel_calls(conversation: Conversation) -> Conversation:
     """Return the conversation with one call per turn, each followed by its own result.
 
-    Results are matched by ``call_id`` if the row has ids, else by order.
+    Results are matched as the reader of rows matches them; those that answer no call of the turn follow its calls.
     """
     messages: list[Message] = []
     pending = list(conversation.messages)
@@ -257,17 +258,20 @@ def split_parallel_calls(conversation: Conversation) -> Conversation:
         if len(message.calls) < 2:
             messages.append(message)
             continue
-        results: list[Message] = []
+        waiting = list(enumerate(message.calls))
+        results: dict[int, Message] = {}  # by the number of their call
+        others: list[Message] = []
         while pending and pending[0].role == "tool":
-            results.append(pending.pop(0))
+            result = pending.pop(0)
+            index = find_answered([call for _, call in waiting], result.call_id, result.name)
+            if index is None:
+                others.append(result)
+            else:
+                results[waiting.pop(index)[0]] = result
         for number, call in enumerate(message.calls):
             turn = message if number == 0 else replace(message, content=None, reasoning=None)
             messages.append(replace(turn, calls=(call,)))
-            own = next((r for r in results if call.id is not None and r.call_id == call.id), None)
-            if own is None and results and all(r.call_id is None or call.id is None for r in results):
-                own = results[0]
-            if own is not None:
-                results.remove(own)
-                messages.append(own)
-        messages += results
+            if number in results:
+                messages.append(results[number])
+        messages += others
     return replace(conversation, messages=tuple(messages))

@@ -162,6 +162,28 @@ def test_splitting_parallel_calls_pairs_each_with_its_result() -> None:
     assert [m.calls for m in split] == [(), (CALL,), (), (OTHER,), ()]
 
 
+@pytest.mark.parametrize(("first", "second"), [(None, None), ("a", "b")])
+def test_splitting_parallel_calls_pairs_results_without_ids_by_name(first: str | None, second: str | None) -> None:
+    calls = (Call("get_weather", {"city": "Rome"}, first), Call("get_time", {}, second))
+    results = (Message("tool", "noon", name="get_time"), Message("tool", "sunny", name="get_weather"))
+    conversation = Conversation((Message("user", "?"), Message("assistant", None, calls), *results), (WEATHER,))
+    split = split_parallel_calls(conversation).messages
+    assert [[call.name for call in m.calls] or m.content for m in split] == [
+        "?",
+        ["get_weather"],
+        "sunny",
+        ["get_time"],
+        "noon",
+    ]
+
+
+def test_splitting_parallel_calls_keeps_missing_and_surplus_results() -> None:
+    results = (Message("tool", "rome", call_id="b"), Message("tool", "?", call_id="c"))
+    conversation = Conversation((Message("assistant", None, (CALL, OTHER)), *results), (WEATHER,))
+    split = split_parallel_calls(conversation).messages
+    assert [[call.id for call in m.calls] or m.content for m in split] == [["a"], ["b"], "rome", "?"]
+
+
 def test_a_prompt_ends_at_the_start_of_the_answer(template: ChatTemplate) -> None:
     question = Conversation((Message("user", "Weather in Paris?"),), (WEATHER,))
     answered = Conversation((*question.messages, Message("assistant", None, (CALL,))), (WEATHER,))
