@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import datetime
+import decimal
 import gzip
 import json
 import random
@@ -248,6 +250,45 @@ def test_arrow_filling_is_removed_and_an_ambiguous_null_is_a_defect(tmp_path: Pa
     rows = [make_call_row({"city": "Paris", "note": "x"}), make_call_row({"city": "Rome"})]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "ambiguous.parquet")
     assert read_arguments(str(tmp_path / "ambiguous.parquet")) == [{"city": "Paris", "note": "x"}, "arrow_null"]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (float("nan"), "not_finite"),
+        (float("-inf"), "not_finite"),
+        (datetime.datetime(2026, 3, 1), ""),
+        (datetime.date(2026, 3, 1), ""),
+        (b"abc", ""),
+        (decimal.Decimal("1.5"), ""),
+    ],
+    ids=str,
+)
+def test_a_value_of_a_table_that_is_not_json_is_a_defect_of_its_call_or_tool(
+    value: Any, kind: str, tmp_path: Path
+) -> None:
+    nested = {"list": [{"note": value}]}
+    tool = {"name": "get_weather", "parameters": {"type": "object", "properties": {"note": {"default": value}}}}
+    rows = [
+        (make_call_row({"note": value}), "arguments_not_json", "messages[1].tool_calls[0].function.arguments.note"),
+        (make_call_row(nested), "arguments_not_json", "messages[1].tool_calls[0].function.arguments.list[0].note"),
+        (make_call_row("{}", [tool]), "tool_shape", "tools[0].parameters.properties.note.default"),
+    ]
+    for row, other_kind, pointer in rows:
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+        (defect,) = parse_source(str(tmp_path / "rows.parquet"))
+        assert isinstance(defect, Defect)
+        assert (defect.kind, defect.pointer) == (kind or other_kind, pointer)
+        assert kind or defect.reason.endswith("store tools and arguments as JSON strings")
+
+
+def test_arguments_in_a_map_have_strings_as_keys(tmp_path: Path) -> None:
+    schema = pa.schema([("query", pa.string()), ("tool", pa.string()), ("arguments", pa.map_(pa.int64(), pa.string()))])
+    row = {"query": "?", "tool": "get_weather", "arguments": [(1, "x")]}
+    pq.write_table(pa.Table.from_pylist([row], schema=schema), tmp_path / "rows.parquet")
+    (defect,) = parse_source(str(tmp_path / "rows.parquet"))
+    assert isinstance(defect, Defect)
+    assert (defect.kind, defect.pointer) == ("arguments_not_json", "arguments")
 
 
 def test_arrow_filling_is_removed_from_tools(tmp_path: Path) -> None:

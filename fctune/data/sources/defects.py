@@ -7,7 +7,7 @@ from dataclasses import dataclass
 OVERLONG = "overlong"
 
 DEFECT_KINDS: dict[str, str] = {
-    "arguments_not_json": "a call's arguments are a string that is not JSON",
+    "arguments_not_json": "a call's arguments are a string, or hold a value, that is not JSON",
     "arguments_not_object": "a call's arguments are neither an object nor a string holding one",
     "arrow_null": "an Arrow struct has a null that may belong to the row or may be filling",
     "bad_weight": "a message weight outside 0 to 1",

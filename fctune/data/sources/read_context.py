@@ -9,7 +9,7 @@ from fctune.data.conversation import Tool
 from fctune.data.sources.columns import Columns, require_read_keys
 from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.filling import ArrowStruct, remove_tool_filling
-from fctune.data.sources.row_json import RowJsonReader, check_depth
+from fctune.data.sources.row_json import RowJsonReader, check_depth, check_values
 from fctune.data.sources.tool_forms import decode_tools, iter_tools
 from fctune.data.value_bytes import dump_value
 
@@ -129,4 +129,5 @@ def _read_tool(value: Any, pointer: str) -> Tool:
             reason = f"expected a JSON Schema of an object, got {describe_value(parameters)}"
             raise RowError(f"{pointer}.parameters", "tool_shape", reason)
     check_depth(function, pointer)
+    check_values(function, pointer, "tool_shape")
     return Tool(function)

@@ -16,7 +16,7 @@ from fctune.data.sources.defects import RowError, describe_value
 from fctune.data.sources.filling import ArgumentFilling, ArrowStruct, holds_null
 from fctune.data.sources.read_context import ReadContext
 from fctune.data.sources.row_content import read_content, read_result_content
-from fctune.data.sources.row_json import check_depth, read_python_literal
+from fctune.data.sources.row_json import check_depth, check_values, read_python_literal
 from fctune.data.sources.row_reasoning import take_reasoning
 
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -428,7 +428,8 @@ class RowBuilder:
 
     def read_arguments(self, value: Any, pointer: str, name: str) -> dict[str, Any]:
         """Read the arguments of a call to the tool ``name``."""
-        if isinstance(value, str):
+        is_text = isinstance(value, str)
+        if is_text:
             value = self.decode(value, pointer, "arguments_not_json")
         elif isinstance(value, ArrowStruct):
             self.notes["arrow_struct"] += 1
@@ -439,6 +440,8 @@ class RowBuilder:
             reason = f"expected an object or a string with its JSON, got {describe_value(value)}"
             raise RowError(pointer, "arguments_not_object", reason)
         check_depth(value, pointer)
+        if not is_text:
+            check_values(value, pointer, "arguments_not_json")
         return value
 
     def decode(self, text: str, pointer: str, kind: str = "not_json") -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fctune.base.declared_calls import DeclaredCallReader
 from fctune.base.json_reader import MAX_DEPTH, JsonReader, ParseError, is_deeper_than, skip_space
-from fctune.data.sources.defects import RowError
+from fctune.data.sources.defects import RowError, describe_value
 
 # A call puts an object and a list around its arguments when it is written as JSON.
 MAX_VALUE_DEPTH = MAX_DEPTH - 2
+_AS_STRINGS = "store tools and arguments as JSON strings"
 
 
 class RowJsonReader(JsonReader):
@@ -60,6 +62,28 @@ def check_depth(value: Any, pointer: str) -> None:
     """Raise ``RowError`` if a value is nested too deep for chat templates, validators and the readers of calls."""
     if is_deeper_than(value, MAX_VALUE_DEPTH):
         raise RowError(pointer, "too_deep", f"nested deeper than {MAX_VALUE_DEPTH} levels")
+
+
+def check_values(value: Any, pointer: str, kind: str) -> None:
+    """Raise ``RowError`` if a part of an object is no value of JSON, as columns of a table may have them.
+
+    Raises:
+        RowError: ``not_finite``, or of the given kind for a value of another type, such as a date or bytes.
+    """
+    if value is None or isinstance(value, (str, int)):
+        return
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise RowError(pointer, kind, f"expected a string as key, got {describe_value(key)}; {_AS_STRINGS}")
+            check_values(item, f"{pointer}.{key}", kind)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            check_values(item, f"{pointer}[{i}]", kind)
+    elif not isinstance(value, float):
+        raise RowError(pointer, kind, f"expected a value of JSON, got {describe_value(value)}; {_AS_STRINGS}")
+    elif not math.isfinite(value):
+        raise RowError(pointer, "not_finite", f"{value} is not JSON; leave the key out, or the row")
 
 
 def describe_position(text: str, position: int) -> str:
