@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fctune.data.check import check_sources
-from fctune.data.conversation import Conversation
+from fctune.data.conversation import Conversation, Tool
 from fctune.data.sources import Defect, ParsedRow, parse_source
 
 
@@ -69,6 +69,19 @@ def test_rows_that_a_column_merged_read_as_the_rows_before(tmp_path: Path) -> No
     assert plain(read(write(tmp_path / "merged.jsonl", merged))) == before
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     assert plain(read(str(tmp_path / "rows.parquet"))) == before
+
+
+def test_filling_is_removed_by_the_schemas_of_tools_that_a_file_adds(tmp_path: Path) -> None:
+    calls = [("get_weather", {"city": "Oslo"}), ("search", {"query": "x", "site": "a"})]
+    rows = [{"messages": row([], call)["messages"]} for call in calls]
+    merged = merge(rows)
+    assert "query" in merged[0]["messages"][1]["tool_calls"][0]["function"]["arguments"], "nothing was merged"
+    tools = tuple(Tool(one["function"]) for one in (WEATHER, SEARCH))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for path in (str(tmp_path / "rows.parquet"), write(tmp_path / "rows.jsonl", merged)):
+        read_rows = [one for one in parse_source(path, tools=tools) if isinstance(one, ParsedRow)]
+        read_calls = [one.conversation.messages[1].calls[0] for one in read_rows]
+        assert [(call.name, call.arguments) for call in read_calls] == calls
 
 
 def test_the_check_reports_rows_and_keys(tmp_path: Path) -> None:

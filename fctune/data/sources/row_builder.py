@@ -544,4 +544,5 @@ class RowBuilder:
                 self.messages[i] = replace(message, calls=tuple(cleaned))
 
     def _find_schema(self, name: str) -> dict[str, Any] | None:
-        return next((tool.parameters for tool in self.tools if tool.name == name), None)
+        tools = self.tools or self.context.default_tools
+        return next((tool.parameters for tool in tools if tool.name == name), None)
