@@ -105,6 +105,23 @@ def test_a_defect_reports_file_line_pointer_and_reason() -> None:
     assert str(Defect("rows.jsonl", 3, "", "not_json", "not JSON")) == "rows.jsonl:3: not JSON"
 
 
+def test_a_message_with_a_legacy_call_keeps_all_of_its_tool_calls() -> None:
+    cities = [{"name": "get_weather", "arguments": json.dumps({"city": city})} for city in ("Paris", "Rome", "Oslo")]
+    listed = [{"id": city["arguments"], "type": "function", "function": city} for city in cities[:2]]
+    answer = {"role": "assistant", "tool_calls": listed, "function_call": cities[1]}
+    row = {"messages": [{"role": "user", "content": "?"}, answer], "tools": [WEATHER]}
+    parsed = read_row(row, "auto", ReadContext(), "rows.jsonl:1")
+    assert [call.arguments["city"] for call in parsed.conversation.messages[1].calls] == ["Paris", "Rome"]
+    pointers = [place.call for place in parsed.call_pointers]
+    assert pointers == [f"messages[1].tool_calls[{i}].function" for i in range(2)]
+    answer["function_call"] = cities[2]
+    with pytest.raises(RowError, match="not among the message's tool_calls") as caught:
+        read(row)
+    assert (caught.value.kind, caught.value.pointer) == ("call_shape", "messages[1].function_call")
+    answer["tool_calls"] = []
+    assert [call.arguments["city"] for call in read(row).messages[1].calls] == ["Oslo"]
+
+
 def test_all_row_formats_of_one_conversation_read_the_same() -> None:
     tools = json.dumps([WEATHER])
     call = {"name": "get_weather", "arguments": {"city": "Paris"}}

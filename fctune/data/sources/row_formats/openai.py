@@ -145,13 +145,22 @@ def _add_message(message: Any, pointer: str, builder: RowBuilder, tagged: list[s
 
 
 def _read_calls(message: dict[str, Any], pointer: str, builder: RowBuilder) -> tuple[Call, ...]:
-    legacy = message.get("function_call")
+    legacy, calls = message.get("function_call"), message.get("tool_calls")
     if legacy is not None:
         builder.notes["legacy_function_call"] += 1
-        return (builder.read_call(legacy, f"{pointer}.function_call"),)
-    calls = message.get("tool_calls")
-    if calls is None:
-        return ()
+        call = builder.read_call(legacy, f"{pointer}.function_call")
+        if not calls:
+            return (call,)
+        builder.call_pointers.pop()  # the call is to be among the tool_calls
+        read = _read_tool_calls(calls, pointer, builder)
+        if not any(other.name == call.name and other.arguments == call.arguments for other in read):
+            reason = "a call that is not among the message's tool_calls; keep one of the two keys"
+            raise RowError(f"{pointer}.function_call", "call_shape", reason)
+        return read
+    return _read_tool_calls(calls, pointer, builder) if calls is not None else ()
+
+
+def _read_tool_calls(calls: Any, pointer: str, builder: RowBuilder) -> tuple[Call, ...]:
     if not isinstance(calls, list):
         raise RowError(f"{pointer}.tool_calls", "call_shape", f"expected a list, got {describe_value(calls)}")
     read = []
