@@ -247,6 +247,24 @@ def test_operations_become_functions_with_their_references_resolved() -> None:
     assert +notes == {"tools_from_openapi": 1}
 
 
+def test_a_required_property_may_have_a_schema_that_is_true() -> None:
+    schema = {"type": "object", "properties": {"data": True, "id": {"readOnly": True}}, "required": ["data", "id"]}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    ((function,), _) = read({"openapi": "3.1.0", "paths": {"/f": {"post": {"requestBody": body}}}})
+    assert function["parameters"] == {"type": "object", "properties": {"data": True}, "required": ["data"]}
+
+
+def test_parameters_of_one_name_in_two_places_are_refused() -> None:
+    path = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    query = {"name": "id", "in": "query", "schema": {"type": "integer"}}
+    with pytest.raises(RowError, match=r"path and query share the name id, .* rename one") as caught:
+        read({"openapi": "3.0.0", "paths": {"/f/{id}": {"parameters": [path], "get": {"parameters": [query]}}}})
+    assert (caught.value.kind, caught.value.pointer) == (
+        "tool_shape",
+        "tools.paths['/f/{id}'].get.parameters[0].name",
+    )
+
+
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [

@@ -30,7 +30,8 @@ def read_operations(document: dict[str, Any], pointer: str) -> list[dict[str, An
     the parameters; any other body, or one whose names are taken, is the parameter ``body``.
 
     Raises:
-        RowError: ``tool_shape`` for another version, a malformed document, or a reference that cannot be resolved.
+        RowError: ``tool_shape`` for another version, a malformed document, a reference that cannot be resolved, or two
+            parameters of one name.
     """
     version = document.get("openapi")
     if not isinstance(version, str) or not version.startswith("3."):
@@ -75,6 +76,10 @@ def _read_operation(
             # An operation's parameter replaces that of its path with the same name and place.
             parameters[parameter["name"], str(parameter.get("in"))] = (parameter, at)
     for (parameter_name, _), (parameter, at) in parameters.items():
+        if parameter_name in properties:
+            places = " and ".join(p for n, p in parameters if n == parameter_name)
+            reason = f"parameters in {places} share the name {parameter_name}, which a call could not tell apart"
+            raise RowError(f"{at}.name", "tool_shape", f"{reason}; rename one of them")
         properties[parameter_name] = _read_parameter(parameter, at, resolver)
         if parameter.get("required") is True and parameter_name not in required:
             required.append(parameter_name)
@@ -206,9 +211,10 @@ class _Resolver:
                 sent = {n: v for n, v in value.items() if not (isinstance(v, dict) and v.get("readOnly") is True)}
                 converted[key] = {n: self.resolve(v, f"{at}.{n}", open_refs) for n, v in sent.items()}
             elif key == "required" and isinstance(value, list):
-                hidden = schema.get("properties")
-                hidden = hidden if isinstance(hidden, dict) else {}
-                converted[key] = [n for n in value if not (hidden.get(n) or {}).get("readOnly")]
+                properties = schema.get("properties")
+                properties = properties if isinstance(properties, dict) else {}
+                hidden = [n for n, v in properties.items() if isinstance(v, dict) and v.get("readOnly") is True]
+                converted[key] = [n for n in value if n not in hidden]
             else:
                 converted[key] = value
         for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
