@@ -175,7 +175,7 @@ def _report_words(parser: Parser, words: Sequence[str], typed: Sequence[str]) ->
 
 def _is_rows(word: str) -> bool:
     """Return True for a word that names rows rather than a config."""
-    return word.startswith(("hf:", "synthetic:")) or word.endswith(DATA_SUFFIXES)
+    return word.startswith(("hf:", "synthetic:")) or word.lower().endswith(DATA_SUFFIXES)
 
 
 def is_override(word: str) -> bool:

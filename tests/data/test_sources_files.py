@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fctune.base.errors import DataError
+from fctune.config.loading import load_config
 from fctune.data.conversation import Conversation
 from fctune.data.sources import Defect, ParsedRow, parse_source, read_source
 from fctune.data.sources.files import open_rows
@@ -98,6 +99,22 @@ def test_a_directory_is_read_in_order_of_names(tmp_path: Path) -> None:
     write(tmp_path / "README.md", "not data")
     pq.write_table(pa.Table.from_pylist([make_row("c")]), tmp_path / "c.parquet")
     assert [text for _, text in read_lines(str(tmp_path))] == ["a", "b", "c"]
+
+
+def test_a_directory_is_read_whatever_the_case_of_its_suffixes(tmp_path: Path) -> None:
+    write(tmp_path / "a.JSONL", json.dumps(make_row("a")))
+    load_config("configs/tiny_lora.yaml", [f"data.sources.0.path={tmp_path}"])  # or it names the missing files
+    write(tmp_path / "b.Json.GZ", gzip.compress(json.dumps([make_row("b")]).encode()))
+    write(tmp_path / "c.CSV", "query,response\nc,d\n")
+    pq.write_table(pa.Table.from_pylist([make_row("d")]), tmp_path / "d.PARQUET")
+    assert [text for _, text in read_lines(str(tmp_path))] == ["a", "b", "c", "d"]
+
+
+def test_an_arrow_stream_is_read_whatever_the_case_of_its_suffix(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([make_row("a")])
+    with pa.ipc.new_stream(str(tmp_path / "rows.ARROW"), table.schema) as stream:
+        stream.write_table(table)
+    assert read_lines(str(tmp_path / "rows.ARROW")) == [(1, "a")]
 
 
 def test_a_directory_is_read_at_every_depth_and_hidden_folders_are_not(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def _find_path_problem(path: Path) -> str:
     if not os.path.exists(path):
         return f"no such file or directory{suggest_hub_name(str(path))} (relative paths start at {Path.cwd()})"
     walked = os.walk(path, followlinks=True) if path.is_dir() else ()
-    if path.is_dir() and not any(name.endswith(DATA_SUFFIXES) for _, _, names in walked for name in names):
+    if path.is_dir() and not any(name.lower().endswith(DATA_SUFFIXES) for _, _, names in walked for name in names):
         return f"no data files in this directory; expected {', '.join(DATA_SUFFIXES)}"
     if path.is_file() and path.stat().st_size == 0:
         return "an empty file; expected rows"

@@ -28,7 +28,7 @@ IsWanted = Callable[[pa.RecordBatch], bool]
 def read_schema(path: str) -> list[str]:
     """Return the columns of a Parquet file or an Arrow stream; none if it cannot be read."""
     try:
-        if not path.endswith(".arrow"):
+        if not path.lower().endswith(".arrow"):
             return list(pq.read_schema(path).names)
         with pa.memory_map(path) as source:
             return list(pa.ipc.open_stream(source).schema.names)

@@ -355,7 +355,7 @@ def _walk(path: str) -> Iterator[str]:
 def _may_hold_rows(file: str) -> bool:
     """Return True for the name of a data file, other than those in which Claude Code describes its sessions."""
     is_description = file.endswith(".meta.json") or os.path.basename(file) == "sessions-index.json"
-    return file.endswith(DATA_SUFFIXES) and not is_description
+    return file.lower().endswith(DATA_SUFFIXES) and not is_description
 
 
 def _read_saved_json(path: str, name: str, key: str) -> list[str]:
@@ -585,7 +585,7 @@ def _scan_file(file: str, context: ReadContext, is_wanted: IsWanted | None) -> I
 
         yield from iter_csv(file, context.json)
         return
-    if file.endswith(".arrow"):
+    if file.lower().endswith(".arrow"):
         from fctune.data.sources.arrow import iter_arrow
 
         yield from iter_arrow(file, context.json, is_wanted)
@@ -644,7 +644,7 @@ def _list_header(file: str) -> list[str]:
         from fctune.data.sources.csv_rows import read_header
 
         return read_header(file)
-    if not file.startswith("hf:") and (file.endswith(".arrow") or _read_magic(file) == b"PAR1"):
+    if not file.startswith("hf:") and (file.lower().endswith(".arrow") or _read_magic(file) == b"PAR1"):
         from fctune.data.sources.arrow import read_schema
 
         return read_schema(file)
