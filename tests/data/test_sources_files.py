@@ -364,7 +364,12 @@ def test_csv_rows_are_read_with_their_lines(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "messages,messages\n", "messages,\n1,2\n"])
+def test_blank_lines_of_a_csv_file_are_no_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.csv", "\nquery,response\n\na,b\r\n\r\nc,d\n\n")
+    assert read_lines(path) == [(4, "a"), (6, "c")]
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "messages,messages\n", "messages,\n1,2\n"])
 def test_a_csv_file_without_a_usable_header_is_an_error(text: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows\.csv"):
         list(read_source(write(tmp_path / "rows.csv", text)))

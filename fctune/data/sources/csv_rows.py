@@ -19,7 +19,7 @@ def read_header(path: str) -> list[str]:
     """Return the columns of a CSV file; none if it cannot be read."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            return next(csv.reader(file, strict=True), [])
+            return next(filter(None, csv.reader(file, strict=True)), [])
     except (csv.Error, UnicodeDecodeError, OSError):
         return []
 
@@ -27,7 +27,7 @@ def read_header(path: str) -> list[str]:
 def iter_csv(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
     """Yield the line on which each row starts and its value; the value is a ``RowError`` if it cannot be decoded.
 
-    Empty fields are left out, as nulls of other tables are.
+    Empty fields are left out, as nulls of other tables are; blank lines count as lines but yield no row.
 
     Raises:
         DataError: The file is not CSV in UTF-8 with a header.
@@ -37,7 +37,7 @@ def iter_csv(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = csv.reader(file, strict=True)
-            header = next(rows, [])
+            header = next(filter(None, rows), [])  # a blank line has no fields
             if len(header) == 1 and (found := next((mark for mark in ";\t|" if mark in header[0]), None)):
                 separator = {";": "semicolons", "\t": "tabs", "|": "bars"}[found]
                 raise DataError(f"{path}:1: values separated by {separator}. Save the table as CSV, with commas.")
@@ -45,7 +45,8 @@ def iter_csv(path: str, json: RowJsonReader) -> Iterator[tuple[int, Any]]:
                 raise DataError(f"{path}:1: expected a header with distinct column names, got {header}.")
             line = rows.line_num + 1
             for fields in rows:
-                yield line, _read_row(header, fields, json)
+                if fields:
+                    yield line, _read_row(header, fields, json)
                 line = rows.line_num + 1
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(
