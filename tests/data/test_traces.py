@@ -471,6 +471,59 @@ def test_an_answer_that_was_cut_off_is_context(tmp_path: Path) -> None:
     assert [m.weight for m in row.conversation.messages if m.role == "assistant"] == [0.0, 1.0]
 
 
+STOPPED = "[Request interrupted by user]"
+REFUSED = "[Request interrupted by user for tool use]"
+INTERRUPTED: dict[str, tuple[list[Row], list[float]]] = {
+    "the text that follows says so": (
+        [reply("b", "a", "It is"), event("c", "b", user([text_block(STOPPED)])), reply("d", "c", "3 degrees.")],
+        [0.0, 1.0],
+    ),
+    "the text that follows is no list": (
+        [reply("b", "a", "It is"), event("c", "b", user(STOPPED)), reply("d", "c", "3 degrees.")],
+        [0.0, 1.0],
+    ),
+    "the user's next event names the message": (
+        [
+            reply("b", "a", "It is", "m"),
+            event("c", "b", user("Stop."), interruptedMessageId="m"),
+            reply("d", "c", "3 degrees."),
+        ],
+        [0.0, 1.0],
+    ),
+    "the user refused its call": (
+        [
+            event("b", "a", assistant(use("c1"), id="m", stop_reason="tool_use")),
+            event("c", "b", user([result("c1", "The user does not want this.")])),
+            event("d", "c", user([text_block(REFUSED)])),
+            reply("e", "d", "3 degrees."),
+        ],
+        [0.0, 1.0],
+    ),
+    "a turn with its result was finished": (
+        [
+            event("b", "a", assistant(use("c1"), id="m")),
+            event("c", "b", user([result("c1")])),
+            event("d", "c", user([text_block(STOPPED)])),
+            reply("e", "d", "3 degrees."),
+        ],
+        [1.0, 1.0],
+    ),
+    "others without a reason of their end are finished": (
+        [reply("b", "a", "It is 3."), event("c", "b", user("Rome?")), reply("d", "c", "3 degrees.")],
+        [1.0, 1.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("claim", INTERRUPTED)
+def test_an_answer_that_the_user_interrupted_is_context(claim: str, tmp_path: Path) -> None:
+    events, weights = INTERRUPTED[claim]
+    (row,) = read(write(tmp_path / "session.jsonl", [event("a", None, user("A?")), *events]))
+    assert isinstance(row, ParsedRow)
+    assert [m.weight for m in row.conversation.messages if m.role == "assistant"] == weights
+    assert row.notes["step_as_context"] == weights.count(0.0)
+
+
 def meta(session: str) -> Row:
     return {"type": "session_meta", "payload": {"id": session}}
 

@@ -43,9 +43,12 @@ _DESCRIBING = frozenset(
         *("attributionMcpServer", "attributionMcpTool", "effort", "compactMetadata"),
     )
 )
-_KEPT = ("uuid", "parentUuid", "sessionId", "type")
+_KEPT = ("uuid", "parentUuid", "sessionId", "type", "interruptedMessageId")
 _MESSAGE_KEYS = ("role", "content", "id", "type", "model", "usage", "stop_reason", *SETTINGS)
 _FINISHED = (None, "end_turn", "tool_use", "stop_sequence")
+# Begins the text in the user's name after a turn that the user interrupted, whose own stop_reason is null.
+_INTERRUPTION = "[Request interrupted by user"
+_REFUSED_CALL = f"{_INTERRUPTION} for tool use"
 
 _MEMORY_BYTES = 64 * 2**20  # of the events of a file; those of larger ones are on disk
 
@@ -293,6 +296,28 @@ def _list_ids(event: Event, kind: str, key: str) -> list[str]:
     return [value for value in found if isinstance(value, str)]
 
 
+def _find_interrupted(event: Event, messages: list[tuple[Event, str]], numbers: dict[str, int]) -> Event | None:
+    """Return the assistant's message that a user's event says was interrupted, or None.
+
+    Args:
+        event: The event of the user.
+        messages: The messages before it, with their locations.
+        numbers: Index in ``messages`` by the id of a message.
+    """
+    name = event.get("interruptedMessageId")
+    if isinstance(name, str) and name in numbers:
+        return messages[numbers[name]][0]
+    content = event["message"].get("content")
+    blocks = content if isinstance(content, list) else [{"text": content}]
+    texts = [block.get("text") for block in blocks if isinstance(block, dict)]
+    text = next((text for text in texts if isinstance(text, str) and text.startswith(_INTERRUPTION)), "")
+    if not text and name is None:
+        return None
+    # A turn with results was finished: it is the one after it, of which nothing was written, that was interrupted.
+    candidates = [message for message, _ in (messages if text.startswith(_REFUSED_CALL) else messages[-1:])]
+    return next((message for message in reversed(candidates) if message["role"] == "assistant"), None)
+
+
 def _read(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
     messages: list[tuple[Event, str]] = []
     numbers: dict[str, int] = {}  # of messages of several events
@@ -300,6 +325,8 @@ def _read(row: dict[str, Any], builder: RowBuilder) -> ParsedRow:
         message, at = event["message"], f"events[{i}]"
         builder.note_unread(event, {*_DESCRIBING, "message"}, at)
         builder.note_unread(message, _MESSAGE_KEYS, f"{at}.message")
+        if event["type"] == "user" and (interrupted := _find_interrupted(event, messages, numbers)) is not None:
+            interrupted["stop_reason"] = "interrupted"
         message_id = _read_message_id(event) if event["type"] == "assistant" else None
         content = message.get("content")
         earlier = messages[numbers[message_id]][0] if message_id in numbers else {}
