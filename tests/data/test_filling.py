@@ -73,7 +73,7 @@ def test_rows_that_a_column_merged_read_as_the_rows_before(tmp_path: Path) -> No
 
 def test_filling_is_removed_by_the_schemas_of_tools_that_a_file_adds(tmp_path: Path) -> None:
     calls = [("get_weather", {"city": "Oslo"}), ("search", {"query": "x", "site": "a"})]
-    rows = [{"messages": row([], call)["messages"]} for call in calls]
+    rows = [{"messages": row([], call)["messages"]} for call in calls] * 2
     merged = merge(rows)
     assert "query" in merged[0]["messages"][1]["tool_calls"][0]["function"]["arguments"], "nothing was merged"
     tools = tuple(Tool(one["function"]) for one in (WEATHER, SEARCH))
@@ -81,7 +81,8 @@ def test_filling_is_removed_by_the_schemas_of_tools_that_a_file_adds(tmp_path: P
     for path in (str(tmp_path / "rows.parquet"), write(tmp_path / "rows.jsonl", merged)):
         read_rows = [one for one in parse_source(path, tools=tools) if isinstance(one, ParsedRow)]
         read_calls = [one.conversation.messages[1].calls[0] for one in read_rows]
-        assert [(call.name, call.arguments) for call in read_calls] == calls
+        assert [(call.name, call.arguments) for call in read_calls] == calls * 2
+        assert len(list(parse_source(path, tools=tools, fold="always"))) == len(calls)
 
 
 def test_the_check_reports_rows_and_keys(tmp_path: Path) -> None:

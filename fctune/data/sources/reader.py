@@ -514,7 +514,7 @@ def _fold(
 
     # Rows whose tools are given later are comparable, too. The record that ends with a call does not know its result.
     unweighted = replace(selection, wrong_turns="train")
-    index, given = FoldIndex(), (Tool({"name": ""}),)
+    index, given = FoldIndex(), tools or (Tool({"name": ""}),)
     reader = RowReader(row_format, columns, given, selection=unweighted, keeps_requests=True)
 
     def read(row: UnreadRow) -> Conversation | None:
