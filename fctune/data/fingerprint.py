@@ -21,7 +21,7 @@ from fctune.data.sources.reader import list_files
 from fctune.data.template_args import TEMPLATE_ARGS_FILE
 
 # Part of every fingerprint: raise it when the meaning of the files or the encoding of rows changes.
-_VERSION = 6
+_VERSION = 7
 
 _ROW_KEYS = ("sources", "augment", "replay", "secrets", "redact")
 _SECRET_RULES = [str(Path(__file__).parent / name) for name in ("secrets.py", "redaction.py")]
