@@ -478,6 +478,22 @@ def test_a_remedy_trains_the_edited_config_if_tune_has_no_option_for_the_edit(
     assert (again.data.sources[0].weight, again.output_dir) == (2.0, "out/run_mended")
 
 
+def test_the_directory_of_the_rows_may_hold_that_of_the_tune(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows").mkdir()
+    monkeypatch.chdir(tmp_path / "rows")
+    monkeypatch.setenv("FCTUNE_CACHE", str(tmp_path / "cache"))
+    write_synthetic(Path("rows.jsonl"), 40)
+    command = ["tune", "--data", ".", "--plan-only"]
+    assert main(command) == 0
+    assert " 40 rows " in capsys.readouterr().out
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    assert "changed since" not in output
+    assert [line.partition(":")[0] for line in output.splitlines() if line.endswith("not repeated")] == STEPS[:3]
+
+
 def test_before_training_the_plan_follows_the_machine_and_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -128,6 +128,22 @@ def test_a_directory_is_read_at_every_depth_and_hidden_folders_are_not(tmp_path:
     assert [text for _, text in read_lines(str(tmp_path / "rows"))] == ["a", "b", "c", "l"]
 
 
+def test_the_outputs_of_tunes_runs_and_sweeps_below_a_directory_are_no_rows(tmp_path: Path) -> None:
+    outputs = {
+        "runs/tune": ("tune.json", {"schema_version": 1, "inputs": {}, "steps": {}}),
+        "runs/mine": ("run.json", {"config": {}, "versions": {"fctune": "1"}}),
+        "runs/sweep": ("study.json", {"sweep": {}, "runs": []}),
+        "traces/mine": ("run.json", {"config": {}}),  # of another program
+    }
+    for folder, (name, record) in outputs.items():
+        (tmp_path / folder).mkdir(parents=True)
+        write(tmp_path / folder / name, json.dumps(record))
+        write(tmp_path / folder / "held_out.jsonl", json.dumps(make_row(folder)))
+    write(tmp_path / "rows.jsonl", json.dumps(make_row("rows")))
+    assert [text for _, text in read_lines(str(tmp_path))] == ["rows", "traces/mine"]
+    assert read_lines(str(tmp_path / "runs" / "mine" / "held_out.jsonl")) == [(1, "runs/mine")], "it was named"
+
+
 def test_an_object_over_several_lines_is_one_row(tmp_path: Path) -> None:
     text = json.dumps(make_row("a"), indent=2)
     for name, data in (("a.json", text), ("b.json", "{ " + text[1:].lstrip()), ("c.json", text + "\n" + text)):

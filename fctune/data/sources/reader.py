@@ -51,6 +51,8 @@ _REASONING_PARTS = rf'"(?:{_REASONING_WORDS})|(?:think|thinking|thought)(?:[\]>]
 _REASONING = re.compile(_REASONING_PARTS.encode(), re.IGNORECASE)
 # A null other than the content of a turn that only calls.
 _NULL = re.compile(rb'null(?<!"content": null)(?<!"content":null)')
+# The record in each directory that a tune, a run and a sweep write, with keys that tell it from another program's file.
+_RECORDS = {"tune.json": ("inputs", "steps"), "run.json": ("config", "versions"), "study.json": ("sweep", "runs")}
 _WORD = re.compile(r"(?:string )?'?([A-Za-z_]{1,24})'?: ")  # at the start of a reason
 _SURROGATE = re.compile(rb"\\(?:u|U0000)[dD][89a-fA-F]")  # the longer one is Python's
 
@@ -311,6 +313,8 @@ def describe_defects(defects: list[Defect], num_rows: int, alternative: str = ""
 def list_files(path: str) -> list[str]:
     """Return the file itself, or the data files of a directory and of all below it, sorted by name.
 
+    Directories of tunes, runs and sweeps below it are left out, so that these may be written where the rows are.
+
     A directory that ``save_to_disk`` of ``datasets`` wrote has the files of its only split, or of ``train`` if it has
     several.
 
@@ -343,13 +347,24 @@ def _walk(path: str) -> Iterator[str]:
     """Yield the files of a directory and of all below it, relative to it; links are followed, each directory once."""
     seen: set[str] = set()
     for folder, folders, names in os.walk(path, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))  # such as the cache of a download
+        visible = [name for name in folders if not name.startswith(".")]  # no cache of a download, for example
+        folders[:] = sorted(name for name in visible if not _is_output(os.path.join(folder, name)))
         real = os.path.realpath(folder)
         if real in seen:
             folders.clear()
             continue
         seen.add(real)
         yield from (os.path.relpath(os.path.join(folder, name), path) for name in sorted(names))
+
+
+def _is_output(folder: str) -> bool:
+    """Return True for the directory of a tune, a run or a sweep."""
+    for name, keys in _RECORDS.items():
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, name), encoding="utf-8") as file:
+            record = json.load(file)
+            if isinstance(record, dict) and all(key in record for key in keys):
+                return True
+    return False
 
 
 def _may_hold_rows(file: str) -> bool:
