@@ -67,7 +67,7 @@ def plan(command: str) -> Plan:
 def show(command: str, *shown: str) -> str:
     """Return the command and its output; of the lines, only those that start with a word of ``shown``, if any."""
     written = io.StringIO()
-    console = Terminal(file=written, width=400, soft_wrap=True, highlight=False, markup=False, no_color=True)
+    console = Terminal(file=written, width=400, soft_wrap=True, highlight=False, no_color=True)
     print_plan(console, plan(command))
     lines = [line.rstrip() for line in written.getvalue().rstrip().splitlines()]
     if shown:

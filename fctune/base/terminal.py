@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -28,7 +29,12 @@ class Terminal(Console):
 
     After a closed pipe, the command finishes its work and keeps its exit code; rich's own console would exit with 1,
     which means a failed check. Control characters in any text, table or panel are written out: they come from data.
+    For the same reason, ``[brackets]`` and ``:colons:`` are not read as rich's markup and emoji; set styles with
+    ``style`` or a ``Text``.
     """
+
+    def __init__(self, *, markup: bool = False, emoji: bool = False, **options: Any):
+        super().__init__(markup=markup, emoji=emoji, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render with control characters in the text written out; rich's own styles and cursor moves remain."""

@@ -137,7 +137,7 @@ def _compare_published(arguments: argparse.Namespace) -> int:
     console.print(table)
     for name, one in (("before", before), ("after", after)):
         model = f"{one.model}: " if one.model else ""
-        console.print(f"{name}: {model}{'; '.join(one.notes)}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"{name}: {model}{'; '.join(one.notes)}", soft_wrap=True, highlight=False)
     return 0
 
 

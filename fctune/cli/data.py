@@ -292,7 +292,7 @@ def _draft_tools(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--out {arguments.out}: exists; pass --force to replace it.")
     found = draft_tools(list_sources(arguments, arguments.paths), read_redact(arguments))
     write_file(arguments.out, "--out", lambda: json.dumps(found.tools, indent=2, ensure_ascii=False) + "\n")
-    console, names = Terminal(highlight=False, markup=False), [tool["function"]["name"] for tool in found.tools]
+    console, names = Terminal(highlight=False), [tool["function"]["name"] for tool in found.tools]
     console.print(f"{format_count(len(names), 'tool')} in {arguments.out}: {', '.join(names)}", soft_wrap=True)
     console.print(found.describe_rows(), soft_wrap=True)
     if found.secrets:

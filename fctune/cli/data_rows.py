@@ -442,7 +442,7 @@ def _writing(out: Path) -> Iterator[None]:
 
 def _print_report(console: Terminal, lines: Iterable[str]) -> None:
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False, emoji=False)
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _write_counts(arguments: argparse.Namespace, counts: Mapping[str, Any]) -> None:
@@ -535,7 +535,7 @@ def _make_cases(arguments: argparse.Namespace) -> int:
         by_tool = f"tools of the test, which no case to learn from offers: {', '.join(tools[:_NUM_TOOLS])}{more}"
         by_question = "split by question, because the rows share their tools: the test has the same tools, but no "
         by_question += "question that is learned from, and none like it"
-        console.print(by_tool if tools else by_question, soft_wrap=True, markup=False)
+        console.print(by_tool if tools else by_question, soft_wrap=True)
         if split.num_dropped:
             dropped = format_count(split.num_dropped, "case that mixes", "cases that mix")
             console.print(f"dropped {dropped} training and test tools or questions", soft_wrap=True)

@@ -239,7 +239,7 @@ def _open_dialogues(
 
     def log(line: str) -> None:
         if world is None or world.is_main:
-            console.print(line, style="yellow", soft_wrap=True, markup=False, highlight=False)
+            console.print(line, style="yellow", soft_wrap=True, highlight=False)
 
     def open_here() -> TaskSet:
         tasks = open_dialogue_tasks(arguments.suite, config, settings, split="test", log=log)
@@ -293,9 +293,9 @@ def _report_leaks(arguments: argparse.Namespace, cases: Sequence[Task]) -> bool:
         )
     console = make_console()
     for line in lines:
-        console.print(line, style="bold red", soft_wrap=True, highlight=False, markup=False)
+        console.print(line, style="bold red", soft_wrap=True, highlight=False)
     if not lines:
-        console.print(f"none of the cases is in the training data of {leaks.run}", soft_wrap=True, markup=False)
+        console.print(f"none of the cases is in the training data of {leaks.run}", soft_wrap=True)
     return bool(lines)
 
 

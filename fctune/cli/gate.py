@@ -142,20 +142,20 @@ def _read_config(arguments: argparse.Namespace) -> GateConfig:
 
 def print_report(console: Console, report: GateReport, out: Path, has_remedies: bool = True) -> None:
     """Print a gate's report: what is too small first, then a table of the lines, what was not run, and the remedies."""
-    from rich.markup import escape
+    from rich.text import Text
 
     from fctune.apps.gate.lines import format_points
     from fctune.cli.tables import make_table, print_not_run
 
     for warning in report.warnings:
-        console.print(warning, style="yellow", soft_wrap=True, markup=False, highlight=False)
+        console.print(warning, style="yellow", soft_wrap=True, highlight=False)
     columns = ("line", "verdict", "n", "before", "after", "difference (95 %)", "p", "p (Holm)", "smallest fall found")
     table = make_table(f"{report.tuned} against {report.base}", *columns, num_text=2)
     for line in report.lines:
         one, (difference, low, high) = line.comparison, line.interval
         table.add_row(
             line.line.title,
-            f"[{_STYLES[line.verdict]}]{line.verdict}[/]",
+            Text(line.verdict, _STYLES[line.verdict]),
             f"{one.n:,}",
             f"{one.num_right_before / one.n:.1%}",
             f"{one.num_right_after / one.n:.1%}",
@@ -170,22 +170,22 @@ def print_report(console: Console, report: GateReport, out: Path, has_remedies: 
         notes.setdefault(line.line.note, []).append(line.line.name)
     for note, names in notes.items():
         if note:
-            console.print(f"{', '.join(names)}: {note}", soft_wrap=True, markup=False, highlight=False)
+            console.print(f"{', '.join(names)}: {note}", soft_wrap=True, highlight=False)
     for name, found in report.tables.items():
         measured = make_table(name, *found["columns"], num_text=2)
         for row in found["rows"]:
-            measured.add_row(*(escape(str(cell)) for cell in row))
+            measured.add_row(*map(str, row))
         console.print(measured)
     print_not_run(console, report.not_run)
     _print_verdict(console, report)
     files = f"report: {out / 'gate.json'}; page: {out / 'gate.html'}"
-    console.print(files, soft_wrap=True, markup=False, highlight=False)
+    console.print(files, soft_wrap=True, highlight=False)
     if has_remedies:
         for text in report.describe_findings():
-            console.print(f"\n{text}", soft_wrap=True, markup=False, highlight=False)
+            console.print(f"\n{text}", soft_wrap=True, highlight=False)
         for command in report.commands:
             text = f"\nTrain again with these remedies:\n  {command}"
-            console.print(text, soft_wrap=True, markup=False, highlight=False)
+            console.print(text, soft_wrap=True, highlight=False)
 
 
 def _print_verdict(console: Console, report: GateReport) -> None:
@@ -200,4 +200,4 @@ def _print_verdict(console: Console, report: GateReport) -> None:
     blocked = f"; {block}" if (block := report.describe_block()) else ""
     more = f"; {format_count(len(report.not_run), 'line')} not run" if report.not_run else ""
     shown = f"{text}{more}{blocked}"
-    console.print(shown, style=_STYLES[report.verdict], soft_wrap=True, markup=False, highlight=False)
+    console.print(shown, style=_STYLES[report.verdict], soft_wrap=True, highlight=False)

@@ -397,4 +397,4 @@ def _print_lines(lines: list[str]) -> None:
 
     console = make_console()
     for line in lines:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(line, soft_wrap=True, highlight=False)

@@ -88,7 +88,7 @@ def _report(arguments: argparse.Namespace) -> int:
     write_file(
         arguments.out, "--out", lambda: write_run_html(records, arguments.out, accuracies, criteria, pricing, published)
     )
-    console = Terminal(soft_wrap=True, highlight=False, markup=False)
+    console = Terminal(soft_wrap=True, highlight=False)
     for record, judged in zip(records, criteria, strict=True):
         for note in record.notes():
             console.print(f"{record.path}: {note}", style="yellow")

@@ -42,7 +42,7 @@ class FittingTable(Table):
                 line = Table.grid(padding=(0, 2, 0, 2))
                 line.add_column(width=width)
                 line.add_column(overflow="fold")
-                line.add_row(name, str(cell), style=style)
+                line.add_row(name, cell, style=style)
                 if str(cell):
                     yield line
         yield Text("")
@@ -149,14 +149,14 @@ def print_figures(console: Console, figures: Mapping[str, Any] | None) -> None:
             table.add_row(name, *(f"{row[column]:,}" for column in columns))
         console.print(table)
     for note in figures.get("notes", ()):
-        console.print(note, soft_wrap=True, highlight=False, markup=False)
+        console.print(note, soft_wrap=True, highlight=False)
 
 
 def print_not_run(console: Console, not_run: Mapping[str, str]) -> None:
     """Print the categories that were not run, grouped by reason."""
     for reason in dict.fromkeys(not_run.values()):
         names = [category for category, why in not_run.items() if why == reason]
-        console.print(f"not run: {', '.join(names)} ({reason})", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"not run: {', '.join(names)} ({reason})", soft_wrap=True, highlight=False)
 
 
 def print_leaderboard(console: Console, summary: Mapping[str, Any]) -> None:

@@ -220,7 +220,7 @@ class _Tune:
         self.out: Path = arguments.out
         self.config = WrittenConfig(arguments.out / _CONFIG)
         self.model: str = arguments.model or _TINY
-        self.console = Terminal(highlight=False, soft_wrap=True, markup=False)
+        self.console = Terminal(highlight=False, soft_wrap=True)
         self.sources = list_sources(arguments, arguments.data)
         self.options = RowOptions(arguments.clean, arguments.tools, arguments.cases, repeat_reading_options(arguments))
 

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
+from rich.text import Text
 
 from fctune.base.errors import ConfigError
 from fctune.cli import evaluate
@@ -27,7 +27,7 @@ from fctune.runs.tune_directory import find_run_dir
 if TYPE_CHECKING:
     from fctune.tasks.evaluation.validation import Check
 
-_MARKS = {"ok": "[green]ok[/]     ", "failed": "[bold red]failed[/] ", "skipped": "[dim]skipped[/]"}
+_STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim"}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     checks: list[Check] = []
     for check in validator.run():
         checks.append(check)
-        line = f"{_MARKS[check.status]} {check.name:9} {escape(check.detail)}"
-        console.print(line, soft_wrap=True, highlight=False)
+        status = Text(f"{check.status:7}", _STYLES[check.status])
+        console.print(status, f"{check.name:9} {check.detail}", soft_wrap=True, highlight=False)
     if arguments.json is not None:
         _write_json(arguments.json, checks)
     return 1 if any(check.status == "failed" for check in checks) else 0

@@ -38,6 +38,19 @@ def test_a_terminal_shows_control_characters_in_text_tables_and_panels(is_wide: 
     assert escape_controls(out.getvalue()) == out.getvalue()
 
 
+@pytest.mark.parametrize("text", ["[refund] simple", "GET [/orders]", "say :smile:", r"a \[bold] b"])
+def test_brackets_and_colons_of_data_are_shown_as_they_are(text: str) -> None:
+    out = io.StringIO()
+    terminal = Terminal(file=out, width=60, force_terminal=True, color_system=None)
+    table = Table(text)
+    table.add_row(text)
+    terminal.print(text)
+    terminal.print(Panel(text))
+    terminal.print(table)
+    print_full_width(terminal, table)
+    assert out.getvalue().count(text) == 6
+
+
 def test_styles_of_ours_still_reach_the_terminal() -> None:
     out = io.StringIO()
     Terminal(file=out, force_terminal=True, color_system="standard").print("red", style="red")

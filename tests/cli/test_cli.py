@@ -137,7 +137,7 @@ def test_score_calls_writes_a_verdict_per_row_and_prints_each_category_with_its_
     write_rows: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = write_rows(
-        [CASE, CASE | {"id": "c1"}, CASE | {"id": "c2", "kind": "none", "expected_calls": []}], "c.jsonl"
+        [CASE, CASE | {"id": "c1"}, CASE | {"id": "c2", "kind": "[no] call", "expected_calls": []}], "c.jsonl"
     )
     good = {"id": "c0", "calls": CASE["expected_calls"]}
     predictions = write_rows([good, good, {"id": "c2", "text": "No.", "format": "hermes"}, {"id": "c9", "calls": []}])
@@ -145,12 +145,12 @@ def test_score_calls_writes_a_verdict_per_row_and_prints_each_category_with_its_
     assert main(["score", "calls", "--cases", str(cases), "--predictions", str(predictions), "--out", str(out)]) == 0
     assert [json.loads(line)["valid"] for line in out.read_text().splitlines()] == [True, True, True, False]
     shown = " ".join(capsys.readouterr().out.split())
-    assert "none 1 100.0% 20.7% - 100.0% 100.0%" in shown
+    assert "[no] call 1 100.0% 20.7% - 100.0% 100.0%" in shown
     assert "single 3 66.7% 20.8% - 93.9% 66.7% 1 no_answer" in shown
     assert "1 case without a prediction, counted as wrong: c1" in shown
     assert "1 prediction with an unknown id, wrong and in no category: c9" in shown
     assert "1 id more than once" in shown
-    assert set(json.loads(out.with_suffix(".summary.json").read_text())["scores"]) == {"none", "single", "all"}
+    assert set(json.loads(out.with_suffix(".summary.json").read_text())["scores"]) == {"[no] call", "single", "all"}
 
 
 @needs_wheel

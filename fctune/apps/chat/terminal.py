@@ -150,7 +150,7 @@ class ChatTerminal:
             self._print(_HELP, "dim")
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False, soft_wrap=True)
+        self._console.print(text, style=style, soft_wrap=True)
 
     def _read(self, prompt: str) -> str | None:
         """Read a line; None at the end of input."""

@@ -378,4 +378,4 @@ def _hours(hours: float) -> str:
 
 
 def _say(console: Console, line: str, style: str | None = None) -> None:
-    console.print(line, style=style, highlight=False, soft_wrap=True, markup=False)
+    console.print(line, style=style, highlight=False, soft_wrap=True)
