@@ -72,6 +72,7 @@ def _show(summary: dict[str, Any], out: Path) -> None:
         print_leaderboard,
         print_not_run,
     )
+    from fctune.tasks.evaluation.results import name_beside
 
     console = make_console()
     title = f"predictions for {summary['suite']}"
@@ -92,7 +93,7 @@ def _show(summary: dict[str, Any], out: Path) -> None:
         lines.append(f"{format_count(len(not_judged), 'prediction')} could not be judged, counted as wrong: {named}")
     if repeated:
         lines.append(f"{format_count(repeated, 'id')} more than once; each prediction counts")
-    lines.append(f"verdicts: {out}   all rates: {out.with_suffix('.summary.json')}")
+    lines.append(f"verdicts: {out}   all rates: {name_beside(out, '.summary.json')}")
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
 

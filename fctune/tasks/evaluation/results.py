@@ -7,6 +7,7 @@ file each, which are merged at the end or by the next run.
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,11 +37,11 @@ class ResultsFile:
 
     def __init__(self, path: str | Path, rank: int = 0, world_size: int = 1):
         self.path = Path(path)
-        self.settings_path = self.path.with_suffix(".settings.json")
-        self.summary_path = self.path.with_suffix(".summary.json")
+        self.settings_path = name_beside(self.path, ".settings.json")
+        self.summary_path = name_beside(self.path, ".summary.json")
         self._lock_path = self.path.with_name(f".{self.path.name}.lock")
         self._lock: IO[bytes] | None = None
-        self._part = self.path.with_suffix(f".rank{rank}.jsonl") if world_size > 1 else self.path
+        self._part = name_beside(self.path, f".rank{rank}.jsonl") if world_size > 1 else self.path
         self._file: IO[bytes] | None = None
 
     def start(self, settings: Mapping[str, Any], is_fresh: bool = False) -> dict[str, Row]:
@@ -52,12 +53,13 @@ class ResultsFile:
 
         Raises:
             ResultsConflictError: Existing results have other settings.
-            ResultsError: Another run is writing them, or they cannot be written.
+            ResultsError: Another run is writing them, they cannot be written, or the file is of another kind.
             DataError: The existing files are not results.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._take_lock()
+            self._require_results()
             if is_fresh:
                 for path in (self.path, self.settings_path, self.summary_path, *self._parts()):
                     path.unlink(missing_ok=True)
@@ -170,6 +172,18 @@ class ResultsFile:
                 f"{self.path}: another run of this command is writing to it. Pass another --out."
             ) from None
 
+    def _require_results(self) -> None:
+        """Keep a file of another kind, such as that of the cases, which ``is_fresh`` would empty."""
+        if not self.path.is_file() or read_settings(self.path) is not None:
+            return
+        with self.path.open("rb") as file:
+            first = file.readline()
+        try:
+            if first.strip():
+                _parse_row(first)
+        except (ValueError, KeyError, TypeError):
+            raise ResultsError(f"--out {self.path}: is not a result of fctune eval. Pass another --out.") from None
+
     def _check(self, settings: Mapping[str, Any]) -> None:
         existing = read_settings(self.path)
         if existing is None:
@@ -185,7 +199,7 @@ class ResultsFile:
             )
 
     def _parts(self) -> list[Path]:
-        return sorted(self.path.parent.glob(f"{self.path.stem}.rank*.jsonl"))
+        return sorted(self.path.parent.glob(f"{glob.escape(name_beside(self.path, '').name)}.rank*.jsonl"))
 
     def _replace(self, path: Path, rows: Iterable[Row]) -> None:
         self._write(path, b"".join(map(_to_line, rows)))
@@ -200,10 +214,15 @@ class ResultsFile:
         return ResultsError(f"--out {self.path}: cannot be written ({error.strerror}).")
 
 
+def name_beside(path: Path, suffix: str) -> Path:
+    """Return the path with another suffix than ``.jsonl``; other names are kept, as ``llama-3.1`` has no suffix."""
+    return path.with_name(path.name.removesuffix(".jsonl") + suffix)
+
+
 def read_settings(path: str | Path) -> dict[str, Any] | None:
     """Return the settings of a results file; None if they are missing."""
     try:
-        settings = json.loads(Path(path).with_suffix(".settings.json").read_text(encoding="utf-8"))
+        settings = json.loads(name_beside(Path(path), ".settings.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return settings if isinstance(settings, dict) else None
@@ -232,10 +251,7 @@ def read_rows(path: str | Path, is_partial: bool = False) -> list[Row]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if not isinstance(row["id"], str) or not isinstance(row["category"], str):
-                raise ValueError("id and category must be strings")
-            rows.append({**row, "verdict": str(row["verdict"])})
+            rows.append(_parse_row(line))
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) and last.startswith(b"{") and isinstance(error, json.JSONDecodeError):
                 raise DataError(
@@ -244,6 +260,13 @@ def read_rows(path: str | Path, is_partial: bool = False) -> list[Row]:
                 ) from None
             raise DataError(f"{path}:{number}: not a result of fctune eval ({error}).") from None
     return rows
+
+
+def _parse_row(line: bytes) -> Row:
+    row = json.loads(line)
+    if not isinstance(row["id"], str) or not isinstance(row["category"], str):
+        raise ValueError("id and category must be strings")
+    return {**row, "verdict": str(row["verdict"])}
 
 
 def _describe_changes(existing: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

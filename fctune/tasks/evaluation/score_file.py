@@ -35,6 +35,7 @@ from fctune.calls.judge import Judgement, judge_error
 from fctune.calls.reasoning.registry import find_reasoning
 from fctune.calls.tool_calls import Reading, read_tool_calls
 from fctune.data.conversation import Tool
+from fctune.tasks.evaluation.results import name_beside
 from fctune.tasks.evaluation.summary import Tally
 from fctune.tasks.judge import judge_answer_case, judge_reading, judge_turns, to_plain
 from fctune.tasks.suite import Suite
@@ -263,7 +264,7 @@ def score_file(
         default_format: The call format of texts whose row names none.
 
     Raises:
-        ConfigError: The output file cannot be written, or the call format does not exist.
+        ConfigError: The output file holds something else or cannot be written, or the call format does not exist.
         DataError: The predictions cannot be read.
     """
     out = Path(out)
@@ -272,6 +273,8 @@ def score_file(
     partial = partial_path(out)
     if Path(predictions).exists() and any(path.exists() and path.samefile(predictions) for path in (out, partial)):
         raise ConfigError(f"--out {out}: is also the file of predictions. Pass another file.")
+    if out.exists() and not _holds_verdicts(out):
+        raise ConfigError(f"--out {out}: holds something other than verdicts of fctune score. Pass another file.")
     count = _Count(suite)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -286,11 +289,24 @@ def score_file(
                     flushed = now
         summary = {"predictions": str(predictions), **count.summarise()}
         text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
-        write_atomically(out.with_suffix(".summary.json"), text.encode("utf-8", "backslashreplace"))
+        write_atomically(name_beside(out, ".summary.json"), text.encode("utf-8", "backslashreplace"))
         partial.replace(out)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror}).") from None
     return summary
+
+
+def _holds_verdicts(path: Path) -> bool:
+    """Return True if the first line is a verdict, or there is none; cases and questions would be lost otherwise."""
+    try:
+        with open(path, "rb") as lines:
+            first = lines.readline()
+        row = json.loads(first) if first.strip() else {"id": "", "valid": None}
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be read ({error.strerror}).") from None
+    except ValueError:
+        return False
+    return isinstance(row, dict) and row.keys() >= {"id", "valid"}
 
 
 def partial_path(out: Path) -> Path:

@@ -19,7 +19,7 @@ from fctune.base.distributed import World
 from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.registry import FORMATS
 from fctune.engines.engine import Answer, Prompt
-from fctune.tasks.evaluation.results import ResultsFile, read_rows
+from fctune.tasks.evaluation.results import ResultsFile, read_rows, read_settings
 from fctune.tasks.evaluation.run import describe_run, run_suite
 from fctune.tasks.evaluation.summary import summarise_run
 from fctune.tasks.suite import Suite
@@ -125,6 +125,39 @@ def test_results_of_different_settings_are_never_mixed(suite: Suite, tmp_path: P
     path.with_suffix(".settings.json").unlink()
     with pytest.raises(ConfigError, match=r"results\.settings\.json, which describes them, is missing"):
         run(other, Oracle(other), path)
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_a_file_of_another_kind_is_never_replaced(is_fresh: bool, suite: Suite, tmp_path: Path) -> None:
+    path = tmp_path / "cases.jsonl"
+    path.write_text(before := "".join(json.dumps({"id": case.id, "messages": []}) + "\n" for case in suite.cases))
+    with pytest.raises(
+        ConfigError, match=r"cases\.jsonl: is not a result of fctune eval\. Pass another --out"
+    ) as raised:
+        run(suite, Oracle(suite), path, is_fresh=is_fresh)
+    assert "--fresh" not in str(raised.value)
+    assert {file.name for file in tmp_path.iterdir()} == {"cases.jsonl"}
+    assert path.read_text() == before
+
+
+def test_names_that_end_in_a_version_share_no_file(suite: Suite, tmp_path: Path) -> None:
+    for version in ("3.1", "3.2"):
+        results = ResultsFile(tmp_path / f"llama-{version}")
+        run(suite, Oracle(suite, name=version), results.path)
+        results.write_summary({"model": version})
+    for version in ("3.1", "3.2"):
+        assert (read_settings(tmp_path / f"llama-{version}") or {})["model"] == version
+        assert json.loads((tmp_path / f"llama-{version}.summary.json").read_text()) == {"model": version}
+
+
+def test_a_name_is_no_pattern(suite: Suite, tmp_path: Path) -> None:
+    for name in ("x[exp]", "xe"):
+        (tmp_path / f"{name}.settings.json").write_text("{}")
+        part = ResultsFile(tmp_path / f"{name}.jsonl", rank=1, world_size=2)
+        part.append({"id": name, "category": "all", "verdict": "correct"})
+        part.close()
+    assert list(ResultsFile(tmp_path / "x[exp].jsonl").start({}, is_fresh=False)) == ["x[exp]"]
+    assert (tmp_path / "xe.rank1.jsonl").exists(), "it is another's"
 
 
 def test_two_runs_do_not_write_to_one_file(suite: Suite, tmp_path: Path) -> None:

@@ -535,6 +535,23 @@ def test_the_output_file_is_complete_or_absent(write_rows: WriteRows, tmp_path: 
     assert not partial_path(out).exists()
 
 
+def test_only_earlier_verdicts_are_replaced(write_rows: WriteRows, tmp_path: Path) -> None:
+    cases = write_rows(CASES, "cases.jsonl")
+    suite, before = Suite("cases", tuple(read_cases(cases))), cases.read_bytes()
+    with pytest.raises(ConfigError, match=r"cases\.jsonl: holds something other than verdicts.*Pass another file"):
+        score_file(suite, write_rows([{"id": "c0", "calls": []}]), cases)
+    assert cases.read_bytes() == before
+
+
+def test_names_that_end_in_a_version_have_summaries_of_their_own(write_rows: WriteRows, tmp_path: Path) -> None:
+    suite = Suite("cases", tuple(read_cases(write_rows(CASES, "cases.jsonl"))))
+    for version in ("3.1", "3.2"):
+        score_file(suite, write_rows([{"id": "c0", "calls": []}], f"{version}.jsonl"), tmp_path / f"llama-{version}")
+    for version in ("3.1", "3.2"):
+        summary = json.loads((tmp_path / f"llama-{version}.summary.json").read_text())
+        assert summary["predictions"].endswith(f"{version}.jsonl")
+
+
 def test_half_a_surrogate_pair_stays_escaped(write_rows: WriteRows, tmp_path: Path) -> None:
     suite = Suite("cases", tuple(read_cases(write_rows(CASES, "cases.jsonl"))))
     rows = [{"id": "\ud800", "calls": []}, {"id": "c0", "calls": [{"name": "\udfff", "arguments": {"\ud83d": "é"}}]}]
