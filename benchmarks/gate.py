@@ -95,7 +95,7 @@ def measure_harm(arguments: argparse.Namespace) -> dict[str, Any]:
     model, rows, cases, settings = arguments.model, arguments.rows, arguments.held_out, list(arguments.overrides)
     if model is None:
         model, cases, rows = str(find_base(folder)), write_cases(folder), folder / "rows.jsonl"
-        run(["data", "synthetic", "train", "--rows", str(NUM_ROWS), "--seed", "7", "--out", str(rows)])
+        run(["data", "synthetic", "train", "--rows", str(NUM_ROWS), "--seed", "7", "--out", str(rows), "--force"])
         settings = [*DEMO_SETTINGS, *settings]
     harmful = folder / "calls_only.jsonl"
     lines = [line for line in rows.read_text(encoding="utf-8").splitlines() if '"tool_calls"' in line]

@@ -114,7 +114,7 @@ def make_data(folder: Path, seed: int, num_prompts: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     train_cases, test_cases = folder / "train_cases.jsonl", folder / "test_cases.jsonl"
     source = f"synthetic:varied:{NUM_ROWS}:{seed}"
-    fctune("data", "cases", source, "--out", str(train_cases), "--test", str(test_cases), "--seed", "1")
+    fctune("data", "cases", source, "--out", str(train_cases), "--test", str(test_cases), "--seed", "1", "--force")
     lines = read_single(train_cases)
     contents = [lines[:NUM_START_ROWS], lines[NUM_START_ROWS:][:num_prompts]]
     rest: dict[str, list[str]] = {"call": [], "no_call": []}

@@ -7,12 +7,13 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError, Interrupted
 from fctune.base.terminal import Terminal
-from fctune.cli.files import write_file
+from fctune.cli.files import check_replaced, write_file
 from fctune.config.conditions import Condition, parse_conditions
 from fctune.config.intervals import format_count, parse_share
 from fctune.config.parsing import suggest
@@ -351,6 +352,7 @@ def _add_cases(data: Any) -> None:
     add_selection_arguments(cases)
     cases.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows of each source")
     add_tools_argument(cases)
+    cases.add_argument("--force", action="store_true", help="replace files that hold something else")
     cases.add_argument(
         "--force-benchmark", action="store_true", help="make cases of a benchmark's questions; each then says so"
     )
@@ -365,6 +367,7 @@ def _add_synthetic(data: Any) -> None:
     synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="number of rows")
     synthetic.add_argument("--seed", type=int, default=42, help="default: %(default)s")
     synthetic.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL file to write")
+    synthetic.add_argument("--force", action="store_true", help="replace a file that holds something else")
     synthetic.set_defaults(run=_write_synthetic)
 
 
@@ -518,18 +521,20 @@ def _make_cases(arguments: argparse.Namespace) -> int:
     check_benchmark(made.benchmark, ", ".join(arguments.paths), arguments.force_benchmark)
     mark = {} if made.benchmark is None else {"metadata": {"benchmark": made.benchmark}}
 
-    def write(option: str, path: Path, cases: list[RowCase]) -> None:
-        lines = "".join(json.dumps({**case.row, **mark}, ensure_ascii=True) + "\n" for case in cases)
-        write_file(path, option, lambda: lines)
-        console.print(f"{format_count(len(cases), 'case')} in {path}", soft_wrap=True)
+    def write(*outputs: tuple[str, Path, list[RowCase]]) -> None:
+        texts = ["".join(json.dumps({**case.row, **mark}) + "\n" for case in cases) for _, _, cases in outputs]
+        for (option, path, _), text in zip(outputs, texts, strict=True):
+            check_replaced(path, option, text, arguments.force)
+        for (option, path, cases), text in zip(outputs, texts, strict=True):
+            write_file(path, option, partial(str, text))
+            console.print(f"{format_count(len(cases), 'case')} in {path}", soft_wrap=True)
 
     console = Terminal(highlight=False)
     if arguments.test is None:
-        write("--out", arguments.out, made.cases)
+        write(("--out", arguments.out, made.cases))
     else:
         split = split_cases(made.cases, arguments.test_share, arguments.seed)
-        write("--out", arguments.out, split.train)
-        write("--test", arguments.test, split.test)
+        write(("--out", arguments.out, split.train), ("--test", arguments.test, split.test))
         tools = sorted(split.test_tools)
         more = f" and {len(tools) - _NUM_TOOLS:,} more" if len(tools) > _NUM_TOOLS else ""
         by_tool = f"tools of the test, which no case to learn from offers: {', '.join(tools[:_NUM_TOOLS])}{more}"
@@ -554,6 +559,8 @@ def _write_synthetic(arguments: argparse.Namespace) -> int:
         rows = (case.to_json() for case in iter_cases(arguments.rows, arguments.seed))
     else:
         rows = (c.to_openai() for c in iter_conversations(arguments.split, arguments.rows, arguments.seed))
-    write_file(arguments.out, "--out", lambda: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    check_replaced(arguments.out, "--out", text, arguments.force)
+    write_file(arguments.out, "--out", lambda: text)
     Terminal().print(f"{format_count(arguments.rows, 'row')} in {arguments.out}", soft_wrap=True)
     return 0

@@ -8,6 +8,19 @@ from pathlib import Path
 from fctune.base.errors import ConfigError
 
 
+def check_replaced(path: Path, option: str, text: str, is_forced: bool) -> None:
+    """Check that writing a text replaces no other one, unless ``--force`` is given; repeating a command is no change.
+
+    Raises:
+        ConfigError: The file holds something else, or cannot be read.
+    """
+    try:
+        if not is_forced and path.is_file() and path.read_bytes() != text.encode():
+            raise ConfigError(f"{option} {path}: exists and holds something else; pass --force to replace it.")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be read ({error.strerror}).") from None
+
+
 def write_file(path: Path, option: str, make: Callable[[], str | None]) -> None:
     """Write the text that ``make`` returns, or let it write the file itself; missing directories are created.
 

@@ -192,10 +192,16 @@ def _mark(benchmark: str | None) -> dict[str, str]:
 
 
 def write_proposals(suite: Suite, rows: Sequence[Row], path: str | Path) -> int:
-    """Write the failures as JSONL, sorted by kind of error, and return their count; see ``propose``."""
-    drafts = propose(suite, rows)
+    """Write the failures as JSONL, sorted by kind of error, and return their count; see ``propose``.
+
+    Raises:
+        ConfigError: The file holds something else, perhaps drafts that were reviewed; or the suite is a benchmark.
+    """
+    drafts, path = propose(suite, rows), Path(path)
     text = "".join(json.dumps(draft, ensure_ascii=True) + "\n" for draft in drafts)
-    Path(path).write_text(text, encoding="utf-8")
+    if path.is_file() and path.read_bytes() != text.encode():
+        raise ConfigError(f"--propose {path}: holds something else, perhaps reviewed drafts. Pass another file.")
+    path.write_text(text, encoding="utf-8")
     return len(drafts)
 
 

@@ -191,6 +191,17 @@ def test_the_command_writes_both_sides(write_rows: Write, tmp_path: Path, capsys
     assert main(["data", "cases", str(path), "--out", str(path)]) == 2
     assert "is the source itself" in capsys.readouterr().err
 
+    command = ["data", "cases", str(path), "--out", str(tmp_path / "other.jsonl"), "--test", str(test)]
+    assert main(command) == 0, "the same test cases"
+    (tmp_path / "other.jsonl").unlink()
+    test.write_text("mine\n")
+    assert main(command) == 2
+    assert "test.jsonl: exists and holds something else; pass --force to replace it." in capsys.readouterr().err
+    assert test.read_text() == "mine\n"
+    assert not (tmp_path / "other.jsonl").exists(), "both are written, or none"
+    assert main([*command, "--force"]) == 0
+    assert len(read_cases(test)) == 10
+
 
 def test_the_two_files_of_cases_must_differ(
     write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]

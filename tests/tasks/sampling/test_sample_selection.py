@@ -54,6 +54,16 @@ def test_failures_are_drafts_by_error_class_and_say_what_went_wrong(suite: Suite
     ]
 
 
+def test_drafts_that_were_reviewed_are_kept(suite: Suite, tmp_path: Path) -> None:
+    rows, path = judged(suite, WRONG, WRONG, WRONG, WRONG), tmp_path / "drafts.jsonl"
+    write_proposals(suite, rows, path)
+    write_proposals(suite, rows, path)  # nothing would change
+    path.write_text(reviewed := path.read_text().replace('"reviewed": false', '"reviewed": true'))
+    with pytest.raises(ConfigError, match=r"drafts\.jsonl: holds something else, perhaps reviewed drafts"):
+        write_proposals(suite, rows, path)
+    assert path.read_text() == reviewed
+
+
 def test_a_draft_is_a_row_that_teaches_the_expected_calls(suite: Suite) -> None:
     drafts = propose(suite, judged(suite, WRONG, WRONG, WRONG, WRONG))
     for draft in drafts:
