@@ -105,10 +105,17 @@ def find_benchmark(rows: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def read_mark(path: Path) -> str | None:
-    """Return the benchmark that the rows of a JSONL file are marked with, or None."""
-    with open(path, "rb") as lines:
-        marked = (json.loads(line) for line in lines if b'"benchmark"' in line)
-        return find_benchmark({"metadata": row.get("metadata")} for row in marked if isinstance(row, dict))
+    """Return the benchmark that the rows of a JSONL file are marked with, or None.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    try:
+        with open(path, "rb") as lines:
+            marked = (json.loads(line) for line in lines if b'"benchmark"' in line)
+            return find_benchmark({"metadata": row.get("metadata")} for row in marked if isinstance(row, dict))
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
 def _read_spec(path: Path) -> tuple[_SuiteFile, Benchmark | None, Any]:
@@ -133,15 +140,22 @@ def read_cases(path: str | Path) -> list[Case]:
     ``id`` and ``kind`` name the case and its category; the defaults are the line number and "all".
 
     Raises:
-        DataError: The file is missing or empty, or has invalid rows, all of which are reported.
+        DataError: The file is missing, unreadable or empty, or has invalid rows, all of which are reported.
     """
     path = Path(path)
     if not path.is_file():
         raise DataError(
             f"{path}: {describe_no_file(path)}. Pass a JSONL file of cases with messages, tools and expected_calls."
         )
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        return make_cases(path, _decode_lines(path, lines))
+    try:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            return make_cases(path, _decode_lines(path, lines))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot be read ({error.strerror}). Check the file and its permissions.")
 
 
 def make_cases(path: Path, rows: Iterable[tuple[str, int, Any]]) -> list[Case]:

@@ -22,7 +22,7 @@ from fctune.tasks.benchmarks.bfcl.cases import RELEVANCE, SINGLE_TURN, read_bfcl
 from fctune.tasks.benchmarks.bfcl.single_turn import to_tool
 from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
 from fctune.tasks.judge import judge_answer
-from fctune.tasks.suite_files import benchmark_of, load_suite, read_cases
+from fctune.tasks.suite_files import benchmark_of, load_suite, read_cases, read_mark
 from tests.conftest import ROOT
 from tests.tasks.benchmarks.bfcl.bfcl_wheel import data_dir, needs_wheel
 from tests.tasks.benchmarks.bfcl.official_loop import official_convert_to_tool
@@ -44,6 +44,14 @@ def test_expected_calls_of_the_smoke_suite_are_right_in_every_format(name: str) 
     for case in suite.cases:
         text = call_format.render(case.expected, case.prompt.tools) if case.expected else "You are welcome."
         assert judge_answer(case, Answer(0, text), call_format).strict.is_valid
+
+
+@pytest.mark.parametrize("read", [read_cases, read_mark, load_suite])
+def test_cases_that_cannot_be_read_are_an_error_of_the_data(read: Callable[[Path], object], tmp_path: Path) -> None:
+    path = tmp_path / "cases.jsonl"
+    path.symlink_to("/proc/self/mem")  # a file whose reading fails, even for root
+    with pytest.raises(DataError, match=r"cases\.jsonl: cannot be read \(Input/output error\)\. Check"):
+        read(path)
 
 
 def test_a_seed_makes_the_synthetic_suite_again() -> None:
