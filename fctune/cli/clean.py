@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fctune.runs.leftovers import Leftover
 
 
 def add_commands(commands: Any) -> None:
@@ -43,21 +46,26 @@ def _clean(arguments: argparse.Namespace) -> int:
     found = find_leftovers(prepared, arguments.runs, [Path(path) for path in kernels], age, arguments.all_runs)
     console = Terminal(highlight=False)
     table = Table("kind", "size", "last used", "path", "", box=None, pad_edge=False)
+    freed: list[Leftover] = []
     for one in found:
         state = f"kept: {one.keep}" if one.keep else "removed" if arguments.yes else "can be removed"
-        if not one.keep and arguments.yes:
-            one.remove()
+        try:
+            if not one.keep and arguments.yes:
+                one.remove()
+            if not one.keep:
+                freed.append(one)
+        except OSError as error:  # what was removed before is still shown
+            state = f"not removed: {error.strerror}"
         size, used = f"{one.num_bytes / 1e9:,.2f} GB", f"{format_duration(one.age_s)} ago"
         table.add_row(one.kind, size, used, str(one.path), state)
     if found:
         print_full_width(console, table)
-    total = sum(one.num_bytes for one in found if not one.keep) / 1e9
+    total = sum(one.num_bytes for one in freed) / 1e9
     what = "removed" if arguments.yes else "can be removed; repeat with --yes to remove them"
-    number = sum(not one.keep for one in found)
     console.print(
-        f"{number} of {len(found)} in {prepared} and {arguments.runs}, {total:,.2f} GB, {what}", soft_wrap=True
+        f"{len(freed)} of {len(found)} in {prepared} and {arguments.runs}, {total:,.2f} GB, {what}", soft_wrap=True
     )
-    return 0
+    return 0 if len(freed) == sum(not one.keep for one in found) else 1
 
 
 def _check_age(text: str) -> str:

@@ -33,10 +33,14 @@ class Leftover:
     keep: str = ""  # why it is kept; empty: it can be removed
 
     def remove(self) -> None:
-        """Remove the directory; an interruption leaves a hidden one that the next clean removes."""
+        """Remove the directory; an interruption or error leaves a hidden one that the next clean removes.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
         hidden = self.path.with_name(f".{self.path.name}.removed")
         self.path.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        shutil.rmtree(hidden)
 
 
 def find_leftovers(
@@ -59,7 +63,8 @@ def find_leftovers(
 
     def add(kind: Kind, path: Path, used_at: float, keep: str) -> None:
         age_s = max(0.0, now - used_at)
-        keep = keep or ("" if age_s >= min_age_s else "too recent")
+        # Removing a link would free nothing; where it leads may be another's.
+        keep = keep or ("a link" if path.is_symlink() else "" if age_s >= min_age_s else "too recent")
         found.append(Leftover(kind, path, count_bytes(path), age_s, keep))
 
     for file in sorted([*prepared.glob("*/meta.json"), *prepared.glob("*/config.json")]):  # sets, and extended bases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -106,6 +107,37 @@ def test_the_command_removes_nothing_until_it_is_told_to(
     assert not replaced.exists()
     assert not prepared.exists()
     assert list((tmp_path / "prepared").iterdir()) == []
+
+
+def test_a_link_to_a_run_is_kept(tmp_path: Path) -> None:
+    make_run(tmp_path / "elsewhere", 3)
+    make_run(tmp_path / "runs" / "mine", 3)
+    (tmp_path / "runs" / "linked").symlink_to(tmp_path / "elsewhere")
+    found = {one.path.name: one.keep for one in find_leftovers(tmp_path, tmp_path / "runs", has_all_runs=True)}
+    assert found == {"linked": "a link", "mine": ""}
+
+
+def test_what_cannot_be_removed_is_named_and_the_rest_is_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("one", "another"):
+        make_prepared(tmp_path / "prepared", name)
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name == "one":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    command = ["clean", "--runs", str(tmp_path / "runs"), "--prepared", str(tmp_path / "prepared"), "--yes"]
+    assert main(command) == 1
+    shown = capsys.readouterr().out
+    assert "not removed: Permission denied" in shown
+    assert "1 of 2 in " in shown
+    assert [path.name for path in (tmp_path / "prepared").iterdir()] == ["one"]
 
 
 @pytest.mark.parametrize(
