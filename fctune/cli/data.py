@@ -32,6 +32,7 @@ from fctune.cli.generate import add_generate
 from fctune.cli.parser import add_config_arguments, add_template_args_argument
 from fctune.config.chat_templates import list_shipped_templates
 from fctune.config.intervals import format_count
+from fctune.config.shipped import resolve_shipped_path
 from fctune.models.run_config import load_run_config, resolve_base
 
 if TYPE_CHECKING:
@@ -62,7 +63,12 @@ def _add_check(data: Any) -> None:
     add_selection_arguments(check)
     add_tools_argument(check)
     check.add_argument("--max-samples", type=int, metavar="N", help="read at most N rows of each source")
-    check.add_argument("--tokenizer", metavar="DIR", help="model directory; count tokens and supervised tokens")
+    check.add_argument(
+        "--tokenizer",
+        type=resolve_shipped_path,
+        metavar="DIR",
+        help="model directory; count tokens and supervised tokens",
+    )
     _add_template_arguments(check)
     check.add_argument(
         "--seq-len",
@@ -103,7 +109,12 @@ def _add_show(data: Any) -> None:
     show = data.add_parser("show", help="print a row as the model sees it, supervised tokens in colour or in brackets")
     show.add_argument("path", metavar="PATH", help="file, directory or hf:NAME, as for data check")
     show.add_argument("--row", type=int, default=1, metavar="N", help="number of the row, from 1; default: %(default)s")
-    show.add_argument("--tokenizer", metavar="DIR", help="model directory; without it, the conversation is printed")
+    show.add_argument(
+        "--tokenizer",
+        type=resolve_shipped_path,
+        metavar="DIR",
+        help="model directory; without it, the conversation is printed",
+    )
     _add_template_arguments(show)
     add_format_argument(show)
     add_tools_argument(show)

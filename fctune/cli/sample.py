@@ -14,6 +14,7 @@ from fctune.cli.eval_options import add_case_and_engine_options, find_suite
 from fctune.cli.files import write_file
 from fctune.config.intervals import format_count
 from fctune.config.parsing import apply_override
+from fctune.config.shipped import resolve_shipped_path
 
 _SUMMARY = "Ask each case several times, judge the answers, and write rows and pairs to train on."
 _KEEPS = ("best", "shortest", "diverse", "random")
@@ -33,7 +34,10 @@ def add_commands(commands: Any) -> None:
         "--keep-tokens", action="store_true", help="keep token ids and log-probabilities (in process, and from vLLM)"
     )
     sampling.add_argument(
-        "--tokenizer", metavar="DIR", help="model that the token ids are for: a server must encode prompts as it does"
+        "--tokenizer",
+        type=resolve_shipped_path,
+        metavar="DIR",
+        help="model that the token ids are for: a server must encode prompts as it does",
     )
     selection = parser.add_argument_group("rows")
     selection.add_argument("--keep", choices=_KEEPS, default="best", help="answers that become rows; default: best")

@@ -124,6 +124,20 @@ def test_synthetic_rows_and_cases_are_written_as_files(tmp_path: Path) -> None:
         assert len(out.read_text().splitlines()) == 5
 
 
+def test_synthetic_rows_replace_a_file_of_something_else_only_by_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    out.write_text("mine\n")
+    command = ["data", "synthetic", "train", "--rows", "5", "--out", str(out)]
+    assert main(command) == 2
+    assert "rows.jsonl: exists and holds something else; pass --force to replace it." in capsys.readouterr().err
+    assert out.read_text() == "mine\n"
+    assert main([*command, "--force"]) == 0
+    assert main(command) == 0, "the same rows again"
+    assert main([*command, "--seed", "1"]) == 2
+
+
 CASE = {
     "id": "c0",
     "kind": "single",
@@ -235,6 +249,16 @@ def test_a_row_is_shown_as_a_conversation_without_a_tokenizer(capsys: pytest.Cap
     assert "assistant:" in output
 
 
+def test_the_tiny_base_is_found_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with_base = ["synthetic:train:10:1", "--tokenizer", "fctune/assets/tiny_base"]
+    assert main(["data", "show", *with_base, "--row", "3"]) == 0
+    assert main(["data", "check", *with_base]) == 0
+    assert "supervised" in capsys.readouterr().out
+
+
 def test_one_of_anything_is_written_in_the_singular(
     write_rows: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +279,17 @@ def test_one_of_anything_is_written_in_the_singular(
     tiles = re.findall(r'<div class="tile"><b[^>]*>([^<]*)</b><span>([^<]*)</span>', page.read_text("utf-8"))
     for text in (said, *(f"{number} {label}" for number, label in tiles)):
         assert not re.search(r"(?<![\w.,])1 +(near )?[a-z]+s\b", text), text
+
+
+@pytest.mark.parametrize("command", ["sample", "parser-accuracy"])
+def test_help_offers_dialogues_only_where_they_are_asked(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, is_asked in ((command, False), ("eval", True)):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "smoke, synthetic," in shown
+        assert ("environment:NAMES:TASKS" in shown) == is_asked
+        assert "1.0 (greedy)" not in shown
 
 
 def test_help_lists_the_row_formats(capsys: pytest.CaptureFixture[str]) -> None:
