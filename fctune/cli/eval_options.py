@@ -161,8 +161,8 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
         "--suite",
         "--cases",
         dest="suite",
-        help=f"smoke, synthetic, {', '.join(find_benchmarks())}, a file (YAML, or JSONL cases), or held-out dialogues: "
-        "environment:NAMES:TASKS, mcp:FILE, verifiers:FILE, recorded:ROWS or agent:FILE",
+        help=f"{_describe_suites()}, or held-out dialogues: environment:NAMES:TASKS, mcp:FILE, verifiers:FILE, "
+        "recorded:ROWS or agent:FILE",
     )
     suite.add_argument("--categories", type=_to_names, default=[], help="only these categories, comma-separated")
     suite.add_argument("--limit", type=int, metavar="N", help="only the first N cases of each category")
@@ -186,7 +186,7 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     generation.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="most tokens of an answer; default: the benchmark's, or 256"
     )
-    generation.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s (greedy)")
+    generation.add_argument("--temperature", type=float, default=0.0, help="0: greedy; default: %(default)s")
     generation.add_argument("--batch-size", type=int, default=64, help="prompts per batch, in process; default: 64")
     server = parser.add_argument_group("servers")
     server.add_argument("--served-model", metavar="NAME", help="model name to request; default: the one it serves")
@@ -207,6 +207,10 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--strict-leaks", action="store_true", help="exit 1, before asking, if the run was trained on any of the cases"
     )
+
+
+def _describe_suites() -> str:
+    return f"smoke, synthetic, {', '.join(find_benchmarks())}, or a file (YAML, or JSONL cases)"
 
 
 def _add_compare_options(parser: argparse.ArgumentParser) -> None:
@@ -293,9 +297,12 @@ def add_benchmark_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _copy_eval_options(parser: argparse.ArgumentParser, left_out: set[str]) -> None:
-    """Add the options of ``fctune eval`` but for some."""
+    """Add the options of ``fctune eval`` but for some, and without dialogues, which only it asks."""
     donor = argparse.ArgumentParser(add_help=False)
     _add_eval_options(donor)
+    for action in donor._actions:
+        if action.dest == "suite":
+            action.help = _describe_suites()
     _copy_options(parser, donor, left_out)
 
 

@@ -177,6 +177,15 @@ def test_env_example_and_all_tasks_offer_every_variable() -> None:
         assert set(envs) <= offered, task
 
 
+def test_env_example_explains_every_variable_of_ours_that_the_library_reads() -> None:
+    texts = [file.read_text() for file in (ROOT / "fctune").rglob("*.py")]
+    read = {name for text in texts for name in re.findall(r'"(FCTUNE_[A-Z_]+)"', text)}
+    assert {"FCTUNE_API_KEY", "FCTUNE_CACHE"} <= read
+    # Set by fctune and its node scripts for the processes that they start.
+    internal = {"FCTUNE_RANKS_MET", "FCTUNE_SWEEP", "FCTUNE_TASK_FILE", "FCTUNE_EPISODE_DIR", "FCTUNE_NO_KEY"}
+    assert read - internal <= read_offered_variables()
+
+
 def test_env_example_explains_every_variable_that_the_node_scripts_read() -> None:
     scripts = [(ROOT / "sky" / name).read_text() for name in ("run_node.sh", "prepare_node.sh")]
     read = {name for text in scripts for name in re.findall(r"\$\{?([A-Z][A-Z_]+)", text)} | {ALLOW_VARIABLE}
