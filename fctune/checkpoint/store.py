@@ -4,6 +4,7 @@
     checkpoints/elastic-checkpoint-1000/  Hugging Face form: for any number of ranks, and for other tools
     checkpoints/final -> elastic-checkpoint-1500     and ``best``, of the best accuracy while training
     checkpoints/.checkpoint-600.partial/  being written, or left by a killed run
+    checkpoints/checkpoint-700.1/         set aside when the run went back to an earlier step; never used
 
 A checkpoint is written under its hidden name. Then ``manifest.json`` lists each file with its size and checksum, the
 directory is renamed, and finally the marker, which holds the manifest's checksum, is put into it. A directory without
@@ -56,6 +57,7 @@ class CheckpointStore:
         self.root = root
         self.keep_last = keep_last
         self.keep_every_n_steps = keep_every_n_steps
+        self._published: Path | None = None  # the newest by time, which a later step of an earlier launch may precede
 
     def path(self, kind: Kind, step: int) -> Path:
         """Return the directory of a published checkpoint."""
@@ -93,6 +95,7 @@ class CheckpointStore:
         fire("mark", final.name)
         checkpoint = Checkpoint(final, kind, step)
         self._mark(checkpoint, manifest_checksum)
+        self._published = final
         _delete(removed)
         return checkpoint
 
@@ -142,11 +145,32 @@ class CheckpointStore:
                 entry.unlink(missing_ok=True)
         return swept
 
+    def set_aside_newer(self, resumed: Checkpoint) -> list[str]:
+        """Rename the complete checkpoints that sort before the one a run resumes from; returns their names.
+
+        They belong to steps that the run takes again, or are damaged. The newest is renamed first, so that those left
+        by a crash are still of one course of the run. Links to them are removed.
+        """
+        order = newest_first([*self.list_complete(), resumed])
+        newer = order[: next(i for i, c in enumerate(order) if (c.kind, c.step) == (resumed.kind, resumed.step))]
+        names = [checkpoint.path.name for checkpoint in newer]
+        for link in (self.root / "final", self.root / "best"):
+            if link.is_symlink() and link.readlink().name in names:
+                link.unlink()
+        for checkpoint in newer:
+            number = 1
+            while os.path.lexists(aside := checkpoint.path.with_name(f"{checkpoint.path.name}.{number}")):
+                number += 1
+            checkpoint.path.rename(aside)
+        if newer:
+            flush(self.root)
+        return names
+
     def prune(self) -> list[str]:
         """Delete checkpoints that are no longer kept; returns their names.
 
-        Of each kind the newest ``keep_last`` are kept, and at least one; so are multiples of ``keep_every_n_steps`` and
-        the targets of ``final`` and ``best``.
+        Of each kind the newest ``keep_last`` are kept, and at least one; so are multiples of ``keep_every_n_steps``,
+        the targets of ``final`` and ``best``, and what was published last.
         """
         linked = [(self.root / name).resolve() for name in ("final", "best")]
         pruned: list[str] = []
@@ -154,7 +178,7 @@ class CheckpointStore:
             of_kind = [c for c in self.list_complete() if c.kind == kind]
             for checkpoint in of_kind[max(1, self.keep_last) :]:
                 is_multiple = self.keep_every_n_steps and checkpoint.step % self.keep_every_n_steps == 0
-                if is_multiple or checkpoint.path.resolve() in linked:
+                if is_multiple or checkpoint.path.resolve() in linked or checkpoint.path == self._published:
                     continue
                 fire("prune", checkpoint.path.name)
                 removed = self._removal_path(checkpoint.path)

@@ -143,22 +143,49 @@ class Run:
         """
         config, directory, resume, world_size = self.config, self.directory, self.resume, self.world.world_size
 
-        def begin_on_rank_0() -> tuple[Path | None, list[str]]:
+        def begin_on_rank_0() -> tuple[Path | None, list[str], list[str]]:
             if resume is not None and self.resumes_own:
                 step, path = resume.checkpoint.step, resume.checkpoint.path
+                # Before run.json says that the run has resumed: a launch that dies in between does this again.
+                swept, aside = self._clear_newer(resume)
                 directory.resume(config, world_size, step, path, self.not_used)
-                return None, self.store.sweep()
-            return directory.start(config, world_size, self.not_used), []
+                return None, swept, aside
+            return directory.start(config, world_size, self.not_used), [], []
 
-        moved, swept = distributed.run_on_rank_0(begin_on_rank_0)
+        moved, swept, aside = distributed.run_on_rank_0(begin_on_rank_0)
         directory.has_begun = True
         if moved is not None:
             reason = "" if config.resume != "auto" else ", because it has no complete checkpoint to resume from"
             logger.info("%s held an earlier run, which was moved to %s%s", directory.path, moved, reason)
         if swept:
             logger.info("checkpoints: deleted the incomplete ones of an earlier run: %s", ", ".join(swept))
+        if aside:
+            logger.info("checkpoints: renamed those that this run no longer uses, with a number: %s", ", ".join(aside))
         if resume is not None:
             logger.info("resuming from %s, after step %d", resume.checkpoint.path, resume.checkpoint.step)
+
+    def _clear_newer(self, resume: Resume) -> tuple[list[str], list[str]]:
+        """Delete incomplete checkpoints, and set aside those that would be used before the one to resume from.
+
+        Returns:
+            Names of the deleted ones, and former names of those set aside.
+
+        Raises:
+            ConfigError: The directory cannot be written.
+        """
+        try:
+            swept = self.store.sweep()
+            aside = self.store.set_aside_newer(resume.checkpoint)
+            best = resume.state["best"]
+            complete = self.store.list_complete() if aside and best is not None else []
+            for checkpoint in complete:
+                if (checkpoint.kind, checkpoint.step) == ("elastic", best["step"]):
+                    self.store.link(checkpoint, "best")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.store.root}: cannot be written ({error.strerror}). Make it writable, or set another output_dir."
+            ) from None
+        return swept, aside
 
     def newest_checkpoint(self) -> Path | None:
         """Return the checkpoint that a re-run would resume from."""

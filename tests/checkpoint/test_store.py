@@ -122,6 +122,57 @@ def test_pruning_keeps_the_newest_the_multiples_and_the_final_one(tmp_path: Path
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
 
+def test_pruning_keeps_what_was_published_last_even_behind_later_steps(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (20, 30, 10):
+        publish(store, step)
+    assert store.prune() == []
+    assert [c.step for c in store.list_complete()] == [30, 20, 10]
+
+
+def test_newer_checkpoints_and_links_to_them_are_set_aside_and_never_used(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    publish(store, 4).path.rename(tmp_path / "checkpoint-4.1")  # set aside earlier
+    for step in (2, 4, 6):
+        publish(store, step)
+    store.link(publish(store, 4, "elastic"), "best")
+    store.link(publish(store, 6, "elastic"), "final")
+    assert store.set_aside_newer(Checkpoint(tmp_path / "elastic-checkpoint-4", "elastic", 4)) == [
+        "checkpoint-6",
+        "elastic-checkpoint-6",
+        "checkpoint-4",
+    ]
+    assert [c.path.name for c in store.list_complete()] == ["elastic-checkpoint-4", "checkpoint-2"]
+    assert store.list_unmarked() == []
+    assert store.sweep() == []
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        *("best", "checkpoint-2", "checkpoint-4.1", "checkpoint-4.2", "checkpoint-6.1"),
+        *("elastic-checkpoint-4", "elastic-checkpoint-6.1"),
+    ]
+
+
+def test_setting_aside_that_is_interrupted_leaves_no_gap_before_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    first, *_ = (publish(store, step) for step in (1, 2, 3, 4))
+    rename, moved = Path.rename, []
+
+    def rename_twice(path: Path, target: Path) -> Path:
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        moved.append(path.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_twice)
+    with pytest.raises(KeyboardInterrupt):
+        store.set_aside_newer(first)
+    assert [c.step for c in store.list_complete()] == [2, 1]
+    monkeypatch.undo()
+    store.set_aside_newer(first)
+    assert store.list_complete() == [first]
+
+
 def test_a_step_can_be_published_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     publish(store, 3)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from fctune.base.distributed import World
 from tests.conftest import REAL_DATA, ROOT, TINY_BASE
 from tests.ranks import run_ranks
-from tests.recipes.recipe_runs import Kind, arguments_for, check_single_reports, run_on_rank, tune_run
+from tests.recipes.recipe_runs import (
+    Kind,
+    arguments_for,
+    check_single_reports,
+    run_in_turn,
+    run_kind_on_rank,
+    run_on_rank,
+    tune_run,
+)
 
 
 def test_a_run_writes_the_files_that_scripts_rely_on(tmp_path: Path) -> None:
@@ -54,6 +65,33 @@ def test_starting_over_keeps_the_earlier_run(tmp_path: Path) -> None:
     assert second["code"] == 0
     assert "held an earlier run" in second["out"]
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == first
+
+
+def test_a_run_that_goes_back_keeps_its_new_checkpoints_and_resumes_from_them(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    common = ("checkpoint.every=1", "epochs=9")
+    back = (*common, "max_steps=3", "checkpoint.keep_last=1")
+    launches = [
+        (*common, "max_steps=5", "checkpoint.keep_last=9"),
+        (*back, f"resume={checkpoints / 'checkpoint-1'}"),
+        back,
+    ]
+    runs: list[tuple[list[str], Kind]] = [(arguments_for(tmp_path, *overrides), "lora") for overrides in launches]
+    ends = run_ranks(run_in_turn, 2, runs, run_and_read_end)[0]
+    assert [end["code"] for end in ends] == [0, 0, 0], ends
+    assert ends[1]["checkpoint"] == str(checkpoints / "elastic-checkpoint-3")
+    assert "already complete after step 3" in ends[2]["out"]
+    assert sorted(os.listdir(checkpoints)) == [
+        *("checkpoint-2", "checkpoint-2.1", "checkpoint-3.1", "checkpoint-4.1"),
+        *("elastic-checkpoint-3", "elastic-checkpoint-5.1", "final"),
+    ]
+    assert (checkpoints / "final").readlink() == Path("elastic-checkpoint-3")
+
+
+def run_and_read_end(world: World, argv: list[str], kind: Kind) -> dict[str, Any]:
+    """Run a recipe; returns its code and output, and on rank 0, which writes it, what exit.json says."""
+    result = run_kind_on_rank(world, argv, kind)
+    return result | json.loads((Path(argv[2].partition("=")[2]) / "exit.json").read_text()) if world.is_main else result
 
 
 def test_a_checkpoint_contains_adapters_and_their_optimizer_and_little_else(tmp_path: Path) -> None:
