@@ -36,7 +36,7 @@ from fctune.tasks.evaluation.held_out import find_held_out_cases, write_held_out
 from fctune.tasks.evaluation.live import LiveEvaluation
 from fctune.training.callbacks.base import Callback, make_callbacks
 from fctune.training.callbacks.checkpoint import CheckpointCallback, DiskWait, SaveError
-from fctune.training.callbacks.evaluation import EvaluationCallback
+from fctune.training.callbacks.evaluation import EvaluationCallback, is_patience_exhausted
 from fctune.training.callbacks.hang_watch import HangWatch
 from fctune.training.callbacks.stop import StopCallback
 from fctune.training.entry import AlreadyComplete, Run
@@ -263,15 +263,14 @@ class FineTuning(ABC):
     def _check_resume(self, planned: PlannedRun, resume: Resume) -> None:
         distributed.run_on_all_ranks(lambda: check_same_run(resume, planned.facts))
         distributed.run_on_all_ranks(lambda: planned.data.check_resume(resume))
-        best, patience = resume.state["best"], planned.config.eval.early_stop
-        is_stopped_early = patience is not None and best is not None and best["evaluations_since"] >= patience
+        is_stopped_early = is_patience_exhausted(planned.config.eval, resume.state["best"])
         has_steps = resume.checkpoint.step < planned.num_steps and not is_stopped_early
         directory, names = self.run.directory, self.exports(planned)
         if not has_steps and self.run.resumes_own and distributed.run_on_rank_0(lambda: directory.is_complete(names)):
+            longer = "raise eval.early_stop or set it to null" if is_stopped_early else "raise epochs or max_steps"
             raise AlreadyComplete(
                 f"{directory.path}: already complete after step {resume.checkpoint.step}, and exported to "
-                f"{directory.export}; nothing to do. To train longer, raise epochs or max_steps; to start over, set "
-                "resume=never."
+                f"{directory.export}; nothing to do. To train longer, {longer}; to start over, set resume=never."
             )
 
     def load_checkpoint(self, planned: PlannedRun) -> GradientSync:
@@ -367,13 +366,16 @@ class FineTuning(ABC):
             self._training.stop.on_step_end(self.step, is_last=False)
 
     def train(self) -> None:
-        """Take all steps of the run.
+        """Take all steps of the run that are left; none after an early stop.
 
         Raises:
             DataError: None of them has changed the weights.
         """
         training, directory = self.training, self.run.directory
         planned = training.planned
+        if is_patience_exhausted(planned.config.eval, training.state.best):  # a resumed run that lacks its exports
+            logger.info("stopped early before; eval.early_stop allows no further steps after step %d", self.step)
+            return
         hours = directory.gpu_hours()
         with self.open_sinks(planned, training.watch.guard) as sinks:
             train(

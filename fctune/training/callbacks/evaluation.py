@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from fctune.checkpoint.state import TrainState
@@ -45,8 +46,13 @@ class EvaluationCallback(Callback):
 
     def on_step_end(self, step: int, is_last: bool) -> bool:
         """Return True if the last ``eval.early_stop`` evaluations did not improve the accuracy."""
-        patience, best = self.config.early_stop, self.state.best
-        if patience is None or best is None or best["evaluations_since"] < patience:
+        best = self.state.best
+        if best is None or not is_patience_exhausted(self.config, best):
             return False
         logger.info("early stop: accuracy has not improved since step %d", best["step"])
         return True
+
+
+def is_patience_exhausted(config: EvalConfig, best: Mapping[str, Any] | None) -> bool:
+    """Return True if the last ``eval.early_stop`` evaluations did not improve on the best one."""
+    return config.early_stop is not None and best is not None and best["evaluations_since"] >= config.early_stop

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from fctune.base import distributed
 from fctune.base.distributed import World
 from fctune.base.errors import ConfigError, DataError
 from fctune.cli.eval_options import run_module
@@ -162,16 +165,27 @@ def test_evaluation_that_would_cost_too_much_is_left_out_but_for_the_first_and_l
     assert [m["step"] for m in lines if "eval_skipped" in m] == [2, 3, 4, 5]
 
 
-def test_a_run_ends_early_where_accuracy_rises_no_more(cases: Path, tmp_path: Path) -> None:
+def test_a_run_ends_early_where_accuracy_rises_no_more_and_stays_so(cases: Path, tmp_path: Path) -> None:
     overrides = every(cases, 1, "eval.early_stop=2", "eval.max_cases=5", "optimizer.lr=0.0")
-    result = run_ranks(run_on_rank, 1, argv(tmp_path / "run", *overrides))[0]
-    assert result["code"] == 0, result
+    launches = run_ranks(launch_again, 1, argv(tmp_path / "run", *overrides), tmp_path / "run")[0]
+    assert [launch["code"] for launch in launches] == [0, 0, 0], launches
+    assert "already complete" in launches[1]["out"]
+    assert "raise eval.early_stop or set it to null" in launches[1]["out"]
     # An evaluation that takes longer than the training so far is left out.
     metrics = metrics_of(tmp_path / "run")
     evaluated = [m["step"] for m in metrics if "eval_accuracy" in m]
     assert len(evaluated) == 3
     assert metrics[-1]["step"] == evaluated[-1] < 6
     assert (tmp_path / "run" / "export" / "merged" / "model.safetensors").is_file()
+
+
+def launch_again(world: World, command: list[str], run: Path) -> list[dict[str, Any]]:
+    """Run a command, again with more steps, and once more without the exports and the end, as a kill leaves it."""
+    with patch.object(distributed, "shutdown_distributed"):
+        launches = [run_on_rank(world, command), run_on_rank(world, [*command, "max_steps=9"])]
+        shutil.rmtree(run / "export")
+        (run / "exit.json").unlink()
+        return [*launches, run_on_rank(world, command)]
 
 
 def test_evaluation_without_cases_is_refused() -> None:
