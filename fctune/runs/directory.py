@@ -37,6 +37,9 @@ _RESERVE, _RESERVE_BYTES = ".reserve", 64 * 1024
 
 _LOCK = ".lock"
 
+# Variables that a launcher sets to the same value each time that it starts a run again.
+_LAUNCH_IDS = ("LAUNCH_ID", "SKYPILOT_TASK_ID")
+
 _LAUNCHERS = ("tune", "fctune", "torchrun")
 _PACKAGES = ("fctune", "torch", "torchtune", "torchao", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 
@@ -160,6 +163,7 @@ class RunDirectory(RunFiles):
                 "git_revision": _git_revision(),
                 "versions": installed_versions(),
                 "started_at": _format_time(datetime.now(UTC)),
+                "launch": find_launch(),
                 **self._run,  # with the config's chosen values
             }
             if not_used:
@@ -212,6 +216,24 @@ class RunDirectory(RunFiles):
                 f"output_dir={self.path}: the run in it cannot be resumed ({error}). Fix the cause, or set another "
                 "output_dir."
             ) from None
+
+    def has_applied(self, resume: str) -> bool:
+        """Return True if the unfinished run in this directory was already started as ``resume`` says.
+
+        Such a start is repeated to continue the run. For ``never``, that is so only for a launcher that has started it
+        again: a user who repeats the command may mean another new run.
+
+        Args:
+            resume: ``never``, or the path of a checkpoint.
+        """
+        ended = self.read_exit()
+        try:
+            run = json.loads(self.run.read_text(encoding="utf-8"))
+            is_same = run["config"]["resume"] == resume
+            is_restart = resume != "never" or _is_restart_of(run.get("launch"))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return is_same and is_restart and (ended is None or ended["code"] != 0)
 
     def describe(self, **details: Any) -> None:
         """Add details to run.json; those known before the start or restart are written by it.
@@ -320,6 +342,26 @@ class RunDirectory(RunFiles):
 
     def _write(self, file: Path, value: dict[str, Any]) -> None:
         write_atomically(file, json.dumps(value, indent=2) + "\n")
+
+
+def find_launch() -> dict[str, Any] | None:
+    """Return the launch that this process belongs to, and how often it was started before; None if it has no name.
+
+    Within one start of a Slurm job, a user may start several runs, and only the job's restarts start one again.
+    """
+    for name in _LAUNCH_IDS:
+        if os.environ.get(name):
+            return {"id": os.environ[name], "restarts": None}
+    job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "")
+    return {"id": f"slurm-{job}", "restarts": int(restarts) if restarts.isdigit() else 0} if job else None
+
+
+def _is_restart_of(launch: Mapping[str, Any] | None) -> bool:
+    """Return True if this process is of a later start of a recorded launch."""
+    current = find_launch()
+    if launch is None or current is None or current["id"] != launch["id"]:
+        return False
+    return current["restarts"] is None or bool(current["restarts"] > launch["restarts"])
 
 
 def _read_end(file: Path) -> dict[str, Any] | None:

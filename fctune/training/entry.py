@@ -344,7 +344,13 @@ def choose_start(run: Run, config: RunConfig) -> None:
     """
     _check_shared(run.directory.path, run.world)
     distributed.run_on_rank_0(lambda: _check_fallback(run.fallback_dir))
-    run.resume, run.not_used = choose_checkpoint(config.resume, run.store, run.world)
+    resume = config.resume
+    if resume != "auto" and distributed.run_on_rank_0(
+        lambda: bool(run.store.list_complete()) and run.directory.has_applied(resume)
+    ):
+        logger.info("resume=%s: this run has started so already, and continues from its own checkpoints", resume)
+        resume = "auto"
+    run.resume, run.not_used = choose_checkpoint(resume, run.store, run.world)
 
 
 def read_command_line(argv: Sequence[str], usage: str) -> tuple[Path, list[str]]:

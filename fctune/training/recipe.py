@@ -317,7 +317,7 @@ class FineTuning(ABC):
             guard=watch.guard,
             elastic_s=elastic_s,
         )
-        stop = StopCallback(run.request, checkpoint)
+        stop = StopCallback(run.request, checkpoint, config.resume)
         callbacks: list[Callback] = [watch, stop, checkpoint]
         if evaluation is not None:
             callbacks.append(EvaluationCallback(config.eval, evaluation, state))

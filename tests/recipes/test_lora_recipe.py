@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from fctune.base import distributed
 from fctune.base.distributed import World
 from tests.conftest import REAL_DATA, ROOT, TINY_BASE
 from tests.ranks import run_ranks
@@ -86,6 +87,32 @@ def test_a_run_that_goes_back_keeps_its_new_checkpoints_and_resumes_from_them(tm
         *("elastic-checkpoint-3", "elastic-checkpoint-5.1", "final"),
     ]
     assert (checkpoints / "final").readlink() == Path("elastic-checkpoint-3")
+
+
+def test_a_run_from_a_named_checkpoint_is_resumed_by_its_own_command(tmp_path: Path) -> None:
+    first, second = tmp_path / "A", tmp_path / "B"
+    common = ("epochs=9", "checkpoint.every=1", "lr_scheduler.name=constant")
+    named = (*common, f"resume={first / 'run' / 'checkpoints' / 'checkpoint-1'}")
+    commands = [
+        arguments_for(first, *common, "max_steps=2"),
+        arguments_for(second, *named, "max_steps=2"),
+        arguments_for(second, *named, "max_steps=3"),
+    ]
+    results = run_ranks(run_as_if_killed, 2, commands)[0]
+    assert [result["code"] for result in results] == [0, 0, 0], results
+    assert os.listdir(second) == ["run"], "nothing was renamed"
+    assert [json.loads(line)["step"] for line in (second / "run" / "metrics.jsonl").open()] == [2, 3]
+    (resumed,) = json.loads((second / "run" / "run.json").read_text())["resumed"]
+    assert resumed["step"] == 2
+
+
+def run_as_if_killed(world: World, commands: list[list[str]]) -> list[dict[str, Any]]:
+    """Run the LoRA recipe with one command after another, each time without a record of the end."""
+    results = []
+    for command in commands:
+        results += run_in_turn(world, [(command, "lora")])
+        distributed.run_on_rank_0((Path(command[2].partition("=")[2]) / "exit.json").unlink)
+    return results
 
 
 def run_and_read_end(world: World, argv: list[str], kind: Kind) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,46 @@ def test_resuming_removes_the_record_of_the_end(tmp_path: Path) -> None:
     directory.describe(**ending)
     resume(tmp_path / "run", 10, world_size=8)
     assert not ending.keys() & json.loads((tmp_path / "run" / "run.json").read_text()).keys()
+
+
+@pytest.mark.parametrize(
+    ("started", "resume", "again", "code", "expected"),
+    [
+        ({}, "A/checkpoint-2", {}, 75, True),
+        ({}, "A/checkpoint-2", {}, None, True),
+        ({}, "A/checkpoint-2", {}, 0, False),
+        ({}, "never", {}, 75, False),
+        ({"LAUNCH_ID": "a"}, "never", {"LAUNCH_ID": "a"}, 75, True),
+        ({"LAUNCH_ID": "a"}, "never", {"LAUNCH_ID": "b"}, 75, False),
+        ({"SKYPILOT_TASK_ID": "a"}, "never", {"SKYPILOT_TASK_ID": "a", "SLURM_JOB_ID": "8"}, 76, True),
+        ({"SLURM_JOB_ID": "7"}, "never", {"SLURM_JOB_ID": "7"}, 75, False),
+        ({"SLURM_JOB_ID": "7"}, "never", {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, 75, True),
+    ],
+)
+def test_a_start_is_repeated_to_continue_the_run_it_began(
+    started: dict[str, str],
+    resume: str,
+    again: dict[str, str],
+    code: int | None,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def set_launch(variables: dict[str, str]) -> None:
+        for name in ("LAUNCH_ID", "SKYPILOT_TASK_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    set_launch(started)
+    directory = RunDirectory(tmp_path / "run")
+    directory.start(replace(make_config(tmp_path / "run"), resume=resume), 1)
+    if code is not None:
+        directory.finish(code, "ended", 3)
+    set_launch(again)
+    later = RunDirectory(tmp_path / "run")
+    assert later.has_applied(resume) == expected
+    assert not later.has_applied("B/checkpoint-2")
 
 
 def test_a_full_disk_at_the_end_hides_neither_the_reason_nor_the_code(

@@ -98,10 +98,17 @@ def _read_stop_file(path: Path) -> str | None:
 
 
 class StopCallback(Callback):
-    """Saves and stops the run after a step in which any rank was requested to stop."""
+    """Saves and stops the run after a step in which any rank was requested to stop.
 
-    def __init__(self, request: StopRequest, checkpoint: CheckpointCallback):
+    Args:
+        request: Requests to this rank.
+        checkpoint: Saves the state.
+        resume: The run's ``resume``; after ``never``, the same command would start over.
+    """
+
+    def __init__(self, request: StopRequest, checkpoint: CheckpointCallback, resume: str):
         self._request, self._checkpoint = request, checkpoint
+        self._again = "re-run with resume=auto" if resume == "never" else "re-run the same command"
 
     def on_step_end(self, step: int, is_last: bool) -> bool:
         """Stop if any rank has a request.
@@ -120,7 +127,7 @@ class StopCallback(Callback):
             checkpoint = self._checkpoint.save_before_stop(step)
         except SaveError as error:
             raise SaveError(f"{stopped}, but {error}", error.checkpoint) from None
-        raise Stopped(f"{stopped}; checkpoint saved; re-run the same command to resume", checkpoint)
+        raise Stopped(f"{stopped}; checkpoint saved; {self._again} to resume", checkpoint)
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
