@@ -418,8 +418,13 @@ def list_sources(config: DataConfig) -> list[SourceConfig]:
 
 
 def find_split(parsed: ParsedRow | Pair, source: SourceConfig) -> int:
-    """Return the hash that decides a row's split; equal for the records of a run, and for what is made of a row."""
-    run = find_run(parsed, source.fold) if isinstance(parsed, ParsedRow) else None
+    """Return the hash that decides a row's split.
+
+    It is equal for the records of a run, for what is made of a row, and for the pairs of a prompt.
+    """
+    if isinstance(parsed, Pair):
+        return int(parsed.prompt.digest(), 16)
+    run = find_run(parsed, source.fold)
     return int(parsed.digest() if run is None else run, 16)
 
 

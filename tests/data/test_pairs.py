@@ -15,7 +15,7 @@ from fctune.config.schema import RunConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.loader import GlobalLoader
 from fctune.data.pairs import Pair, PairReader, encode_pair
-from fctune.data.prepared_set import describe_counts, prepare
+from fctune.data.prepared_set import SPLITS, describe_counts, prepare
 from fctune.data.sources import Defect, UnreadRow
 from tests.pair_rows import ANSWER, BAD_SHAPES, OTHER, OTHER_SHAPES, PAIR, USER, make_pairs, write_pairs
 
@@ -158,6 +158,28 @@ def test_both_answers_of_a_pair_share_a_pack_and_a_split(tiny_base: Path, tmp_pa
         assert len(lengths_by_answer) == 2 * totals.num_preferences
         assert sum(lengths_by_answer) == totals.num_supervised
         assert sum(length for b in batches for length in (b.answer_lengths or ())[0::2]) == totals.num_chosen
+
+
+def test_the_pairs_of_a_prompt_share_a_split(tiny_base: Path, tmp_path: Path) -> None:
+    rows = []
+    for number in range(40):
+        user = {"role": "user", "content": f"Weather in town {number}?"}
+        wrong = [{"role": "assistant", "content": f"No, {reason}."} for reason in ("never", "later", "ask again")]
+        rows += [{"prompt": [user], "chosen": [ANSWER], "rejected": [answer]} for answer in wrong]
+    raw = make_config(tiny_base, write_pairs(tmp_path / "pairs.jsonl", rows), validation_share=0.3)
+    prepared = prepare(raw.data, tiny_base, tmp_path / "prepared")
+    prompt_of = {int(read(row).digest(), 16): row["prompt"][0]["content"] for row in rows}  # type: ignore[union-attr]
+    prompts = {
+        split: {
+            prompt_of[int(prepared.digests[member])]
+            for pack in range(prepared.num_packs(split))
+            for member in prepared.members(split, pack)
+        }
+        for split in SPLITS
+    }
+    assert prompts["train"] | prompts["validation"] == set(prompt_of.values())
+    assert prompts["validation"]
+    assert not prompts["train"] & prompts["validation"]
 
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
