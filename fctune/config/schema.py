@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fctune.config.components import CallbackSpecs, OptimizerSpec
-from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, MAY_CHANGE, SAME_CONTENT, Null, Range, SectionProblems
+from fctune.config.fields import AT_LEAST_0, AT_LEAST_1, MAY_CHANGE, SAME_CONTENT, SHARE, Null, Range, SectionProblems
 from fctune.config.intervals import INTERVAL, INTERVAL_OR_AUTO, STEPS_OR_SHARE, is_never
 from fctune.config.recipes import find_recipe
 from fctune.config.sections.adapter import AdapterConfig
@@ -42,7 +42,7 @@ class LRSchedulerConfig:
     """Decay of the learning rate after the warm-up."""
     warmup: Annotated[int | str, STEPS_OR_SHARE] = 0
     """Linear warm-up from 0: a share of all steps (`3%`), or a number of steps."""
-    min_factor: float = 0.0
+    min_factor: Annotated[float, SHARE] = 0.0
     """Factor at the end of a cosine or linear decay."""
 
 
@@ -96,7 +96,7 @@ class RunConfig:
     """Base model."""
     data: Annotated[DataConfig, SAME_CONTENT]
     """Training rows."""
-    seed: int = 42
+    seed: Annotated[int, AT_LEAST_0] = 42
     """Seed of adapters, data order and dropout."""
     adapter: Annotated[AdapterConfig | None, Null("all weights train")] = None
     """LoRA adapters."""
