@@ -31,6 +31,7 @@ ALLOW_COMPONENTS = "FCTUNE_ALLOW_COMPONENTS"
 # Arguments that select an implementation of the same update. A component without the choice is called without them, so
 # that a config stays valid when an override changes its optimizer.
 _IMPLEMENTATION_ARGUMENTS = ("fused", "foreach")
+_OF_TWO_BETAS = ("torch.optim", "torchao.optim")  # elsewhere, some optimizers have three
 _MAX_UNKNOWN = 50  # unknown arguments that are reported
 
 
@@ -39,7 +40,7 @@ class OptimizerSpec:
     """Constraint of a mapping with the ``_component_`` of an optimizer and its arguments."""
 
     def find_problems(self, key: str, value: dict[str, Any], null: str) -> list[str]:
-        """Check the component, the names of its arguments, and its rates."""
+        """Check the component, the names of its arguments, its rates and betas."""
         problems = find_argument_problems(value, key)
         for name in ("lr", "weight_decay", "eps"):
             rate = value.get(name)
@@ -47,7 +48,19 @@ class OptimizerSpec:
                 continue
             if isinstance(rate, (bool, str)) or not isinstance(rate, (int, float)) or not Range(ge=0).contains(rate):
                 problems.append(f"{key}.{name}={rate!r}: expected a number, 0 or more")
+        betas = value.get("betas")
+        if betas is not None and _is_within(str(value["_component_"]), _OF_TWO_BETAS) and not _are_two_betas(betas):
+            problems.append(
+                f"{key}.betas={shorten(betas)}: expected two numbers from 0 to less than 1, e.g. [0.9, 0.999]"
+            )
         return problems
+
+
+def _are_two_betas(betas: Any) -> bool:
+    """Return True for a list of two numbers from 0 to less than 1."""
+    if not isinstance(betas, list) or len(betas) != 2:
+        return False
+    return all(type(beta) in (int, float) and Range(ge=0, lt=1).contains(beta) for beta in betas)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,8 +106,9 @@ def parse_dataclass(
 
     Values of the right type are checked against the constraints in the annotations of their fields, and sections by
     their ``check(where, problems)`` method, if they have one; what it finds by a wrong or misspelt key is left out.
-    Null selects a field's default. A mapping is merged over the field's default mapping. For an unknown key,
-    ``find_key`` may name the one that is meant; otherwise the nearest key of the section is suggested.
+    Null selects a field's default. A mapping is merged over the field's default mapping, in which null selects the
+    default, too. For an unknown key, ``find_key`` may name the one that is meant; otherwise the nearest key of the
+    section is suggested.
 
     Returns:
         The instance, or None if it cannot be built; then ``problems`` has a line for each reason.
@@ -150,8 +151,8 @@ def _build(cls: type[Any], raw: Any, where: str, problems: list[str], context: _
         num_so_far = len(problems)
         if spec.notation is None and (value is not None or not spec.is_nullable):
             value = _parse_union(spec.arms, value, key, problems, context)
-        if isinstance(value, dict) and isinstance(spec.default, dict):
-            value = spec.default | value
+        if isinstance(value, dict) and spec.default and isinstance(spec.default, dict):
+            value = spec.default | {name: item for name, item in value.items() if item is not None}
         values[name] = value
         if value is not None and len(problems) == num_so_far:
             context.out_of_range += spec.find_problems(key, value)

@@ -121,6 +121,9 @@ def test_all_problems_come_in_one_report(tmp_path: Path) -> None:
         ({"lr_scheduler": {"min_factor": 10}}, "lr_scheduler.min_factor=10.0: expected 0 or more and at most 1"),
         ({"lr_scheduler": {"min_factor": -1}}, "lr_scheduler.min_factor=-1.0: expected 0 or more and at most 1"),
         ({"lr_scheduler": {"min_factor": float("nan")}}, "lr_scheduler.min_factor=nan: expected 0 or more"),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas=[0.9]: expected two numbers from 0 to less than 1"),
+        ({"optimizer": {"betas": 0.9}}, "optimizer.betas=0.9: expected two numbers"),
+        ({"optimizer": {"betas": [0.9, 1]}}, "optimizer.betas=[0.9, 1]: expected two numbers"),
         ({"profile": {"first_step": 0}}, "profile.first_step=0: expected 1 or more"),
         ({"profile": {"first_step": 9, "last_step": 8}}, "profile.last_step=8: less than profile.first_step=9"),
         ({"profile": {"ranks": [0, -1]}}, "profile.ranks.1=-1: expected 0 or more"),
@@ -259,6 +262,13 @@ def test_checking_a_config_leaves_it_unchanged(tmp_path: Path) -> None:
     config.check("", SectionProblems())
     assert config.to_dict() == before
     assert config.optimizer == {"_component_": "torch.optim.AdamW", "lr": 2e-4, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("argument", ["weight_decay", "betas", "fused", "lr", "_component_"])
+def test_null_removes_an_argument_of_the_optimizer(argument: str, tmp_path: Path) -> None:
+    default = {"_component_": "torch.optim.AdamW", "lr": 2e-4}
+    assert load_config(write(tmp_path), [f"optimizer.{argument}=null"]).optimizer == default
+    assert load_config(write(tmp_path, optimizer={argument: None})).optimizer == default
 
 
 def test_a_float_in_scientific_notation_is_a_number_anywhere(tmp_path: Path) -> None:
