@@ -16,8 +16,9 @@ _MAX_INTEGER = 2**63
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with the numbers of YAML 1.2 (``2e-4`` is a float), without dates, and with bounds on its size.
+    """YAML 1.1 with the numbers of YAML 1.2, without dates, and with bounds on its size.
 
+    ``2e-4`` is a float, ``016`` is 16, and ``1:30`` is text. ``0x1F``, ``0b11`` and ``1_024`` are integers as in 1.1.
     A scalar that looks like a number, but has no value that 64 bits hold, stays text, so that the check of its key
     reports it with the other problems. So does a date: no key takes one, and a directory may be named by it.
     """
@@ -67,10 +68,16 @@ class _Loader(yaml.SafeLoader):
         return node.value if type(value) is int and abs(value) >= _MAX_INTEGER else value
 
 
+def _construct_int(loader: _Loader, node: Any) -> int:
+    text = node.value.replace("_", "")
+    base = {"0b": 2, "0x": 16}.get(text.lstrip("-+")[:2], 10)
+    return int(text, base)
+
+
 _PREFIX = "tag:yaml.org,2002:"
 _CONSTRUCTORS: dict[str, Any] = {
     f"{_PREFIX}bool": yaml.SafeLoader.construct_yaml_bool,
-    f"{_PREFIX}int": yaml.SafeLoader.construct_yaml_int,
+    f"{_PREFIX}int": _construct_int,
     f"{_PREFIX}float": yaml.SafeLoader.construct_yaml_float,
 }
 for _tag in _CONSTRUCTORS:
@@ -79,24 +86,29 @@ _safe: Any = yaml.SafeLoader
 for _tag in ("binary", "omap", "pairs", "set"):  # no key takes them, and no record can hold them
     _Loader.add_constructor(f"{_PREFIX}{_tag}", _safe.construct_undefined)
 _Loader.add_constructor(f"{_PREFIX}timestamp", _safe.construct_yaml_str)
+_REPLACED = ("timestamp", "int", "float")
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_PREFIX}timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_PREFIX) not in _REPLACED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what ``_Loader`` reads: text such as ``2e-4`` is quoted."""
+    """Writes what ``_Loader`` reads: text such as ``2e-4`` or ``089`` is quoted."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Write a value that occurs twice in full each time."""
         return True
 
 
+_INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)$")
+_FLOAT = re.compile(
+    r"(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
 for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(
-        f"{_PREFIX}float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+0123456789.")
-    )
+    _kind.add_implicit_resolver(f"{_PREFIX}int", _INT, list("-+0123456789"))
+    _kind.add_implicit_resolver(f"{_PREFIX}float", _FLOAT, list("-+0123456789."))
 
 
 def parse_yaml(text: str) -> Any:

@@ -19,6 +19,7 @@ from fctune.config.fields import SectionProblems
 from fctune.config.loading import compose_config, load_config, parse_config
 from fctune.config.schema import RunConfig
 from fctune.config.shipped import list_shipped_configs
+from fctune.config.yaml_text import dump_yaml, parse_yaml
 from fctune.models.run_config import load_run_config
 from tests.conftest import ROOT
 
@@ -269,6 +270,37 @@ def test_null_removes_an_argument_of_the_optimizer(argument: str, tmp_path: Path
     default = {"_component_": "torch.optim.AdamW", "lr": 2e-4}
     assert load_config(write(tmp_path), [f"optimizer.{argument}=null"]).optimizer == default
     assert load_config(write(tmp_path, optimizer={argument: None})).optimizer == default
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("016", 16),
+        ("0042", 42),
+        ("-089", -89),
+        ("0x1F", 31),
+        ("0b11", 3),
+        ("65_536", 65536),
+        ("0o17", "0o17"),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("1_0.5", 10.5),
+        ("1.5e3", 1500.0),
+        ("2e-4", 2e-4),
+        (".5", 0.5),
+        ("-.inf", float("-inf")),
+        ("1.2.3", "1.2.3"),
+    ],
+)
+def test_numbers_are_those_of_yaml_1_2_and_written_text_stays_text(text: str, value: float | str) -> None:
+    assert (type(parse_yaml(text)), parse_yaml(text)) == (type(value), value)
+    assert parse_yaml(dump_yaml(text)) == text
+    assert parse_yaml(dump_yaml(value)) == value
+
+
+def test_a_time_as_on_a_clock_is_no_number_of_steps(tmp_path: Path) -> None:
+    assert "checkpoint.every=1:00:00: expected steps (500), a time" in problems_of(tmp_path, "checkpoint.every=1:00:00")
+    assert "max_steps='1:30': expected an integer" in problems_of(tmp_path, "max_steps=1:30")
 
 
 def test_a_float_in_scientific_notation_is_a_number_anywhere(tmp_path: Path) -> None:
