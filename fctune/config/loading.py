@@ -100,16 +100,26 @@ def _add_file(composition: Composition, path: Path, chain: list[Path]) -> None:
 
 
 def parse_config(raw: dict[str, Any], problems: list[str]) -> RunConfig | None:
-    """Build and validate a RunConfig from nested plain dicts.
+    """Build and validate a RunConfig from nested plain dicts; paths may start with ``~/``, the home directory.
 
     Returns:
         The config, or None if it cannot be built; then ``problems`` has a line for each reason.
     """
+    raw = _expand_home(raw)
     model = raw.get("model")
     if isinstance(model, dict) and isinstance(model.get("path"), str):
         raw = raw | {"model": model | {"path": resolve_shipped_path(model["path"])}}
     config: RunConfig | None = parse_dataclass(RunConfig, raw, "", problems, find_key)
     return config
+
+
+def _expand_home(value: Any) -> Any:
+    """Return nested values with the home directory in place of the ``~`` of ``~/``, which shells leave after ``=``."""
+    if isinstance(value, dict):
+        return {key: _expand_home(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expand_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def read_dataclass(cls: type[T], path: str | Path, find_problems: Callable[[T], list[str]] = lambda read: []) -> T:

@@ -303,6 +303,16 @@ def test_a_time_as_on_a_clock_is_no_number_of_steps(tmp_path: Path) -> None:
     assert "max_steps='1:30': expected an integer" in problems_of(tmp_path, "max_steps=1:30")
 
 
+def test_paths_may_start_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    overrides = ["output_dir=~/runs/mine", "data.sources.0.path=~/rows.jsonl", "checkpoint.fallback_dir=~/disk"]
+    config = load_config(write(tmp_path), overrides)
+    assert config.output_dir == str(tmp_path / "runs" / "mine")
+    assert config.data.sources[0].path == str(tmp_path / "rows.jsonl")
+    assert config.checkpoint.fallback_dir == str(tmp_path / "disk")
+
+
 def test_a_float_in_scientific_notation_is_a_number_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(MINIMAL) + "optimizer: {lr: 4e-3, eps: 1E-8}\nclip_grad_norm: 1e+0\n")
