@@ -156,7 +156,8 @@ def test_setting_aside_that_is_interrupted_leaves_no_gap_before_the_newest(
 ) -> None:
     store = CheckpointStore(tmp_path)
     first, *_ = (publish(store, step) for step in (1, 2, 3, 4))
-    rename, moved = Path.rename, []
+    rename = Path.rename
+    moved: list[str] = []
 
     def rename_twice(path: Path, target: Path) -> Path:
         if len(moved) == 2:
