@@ -4,7 +4,8 @@
     checkpoints/elastic-checkpoint-1000/  Hugging Face form: for any number of ranks, and for other tools
     checkpoints/final -> elastic-checkpoint-1500     and ``best``, of the best accuracy while training
     checkpoints/.checkpoint-600.partial/  being written, or left by a killed run
-    checkpoints/checkpoint-700.1/         set aside when the run went back to an earlier step; never used
+    checkpoints/checkpoint-700.1/         set aside when the run went back to an earlier step; never used, and deleted
+                                          when it has got that far again
 
 A checkpoint is written under its hidden name. Then ``manifest.json`` lists each file with its size and checksum, the
 directory is renamed, and finally the marker, which holds the manifest's checksum, is put into it. A directory without
@@ -33,6 +34,7 @@ MANIFEST = "manifest.json"
 _PREFIXES: dict[Kind, str] = {"sharded": "checkpoint", "elastic": "elastic-checkpoint"}
 _MARKERS: dict[Kind, str] = {"sharded": "_SUCCESS", "elastic": "_ELASTIC_SUCCESS"}
 _NAME = re.compile(r"(elastic-)?checkpoint-(\d+)")
+_ASIDE = re.compile(rf"{_NAME.pattern}\.\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +172,19 @@ class CheckpointStore:
         """Delete checkpoints that are no longer kept; returns their names.
 
         Of each kind the newest ``keep_last`` are kept, and at least one; so are multiples of ``keep_every_n_steps``,
-        the targets of ``final`` and ``best``, and what was published last.
+        the targets of ``final`` and ``best``, and what was published last. Those set aside are deleted when the run has
+        got as far again.
         """
         linked = [(self.root / name).resolve() for name in ("final", "best")]
         pruned: list[str] = []
+        complete = self.list_complete()
+        newest = complete[0].step if complete else 0
+        for entry in self._entries():
+            if (aside := _ASIDE.fullmatch(entry.name)) and int(aside[2]) <= newest:
+                _delete(entry)
+                pruned.append(entry.name)
         for kind in _PREFIXES:
-            of_kind = [c for c in self.list_complete() if c.kind == kind]
+            of_kind = [c for c in complete if c.kind == kind]
             for checkpoint in of_kind[max(1, self.keep_last) :]:
                 is_multiple = self.keep_every_n_steps and checkpoint.step % self.keep_every_n_steps == 0
                 if is_multiple or checkpoint.path.resolve() in linked or checkpoint.path == self._published:

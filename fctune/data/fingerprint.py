@@ -29,7 +29,7 @@ _SECRET_RULES = [str(Path(__file__).parent / name) for name in ("secrets.py", "r
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", TEMPLATE_ARGS_FILE)
 
 # A download of a data set's commit, in whatever folder the hub's client keeps it.
-_SNAPSHOT = re.compile(r"^hf:.*/datasets--([^/:]+)/snapshots/([0-9a-f]{40})(?=:|$)")
+DATASET_SNAPSHOT = re.compile(r"^hf:.*/datasets--([^/:]+)/snapshots/([0-9a-f]{40})(?=:|$)")
 
 # A file changed this recently could change again without a visible change of its times, which file systems round.
 _SETTLED_NS = 3 * 10**9
@@ -127,7 +127,11 @@ def _drop_places(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         source
         if source["path"].startswith("synthetic:")
-        else {**source, "path": paths.index(source["path"]), "content": _SNAPSHOT.sub(r"hf:\1@\2", source["content"])}
+        else {
+            **source,
+            "path": paths.index(source["path"]),
+            "content": DATASET_SNAPSHOT.sub(r"hf:\1@\2", source["content"]),
+        }
         for source in sources
     ]
 

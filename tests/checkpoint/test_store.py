@@ -151,6 +151,17 @@ def test_newer_checkpoints_and_links_to_them_are_set_aside_and_never_used(tmp_pa
     ]
 
 
+def test_checkpoints_set_aside_are_deleted_when_the_run_has_got_as_far_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    first, *_ = (publish(store, step) for step in (10, 20, 30))
+    store.set_aside_newer(first)
+    publish(store, 25)
+    assert store.prune() == ["checkpoint-20.1", "checkpoint-10"]
+    publish(store, 30, "elastic")
+    assert store.prune() == ["checkpoint-30.1"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-25", "elastic-checkpoint-30"]
+
+
 def test_setting_aside_that_is_interrupted_leaves_no_gap_before_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

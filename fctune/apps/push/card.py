@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 
 from fctune.calls.server_parsers import read_server_parsers
 from fctune.config.intervals import format_count
+from fctune.data.fingerprint import DATASET_SNAPSHOT
 from fctune.data.template_args import read_template_args
 from fctune.engines.model_files import ModelFiles
 from fctune.engines.vllm_options import UnservedAdapterError, adapter_options, template_options
@@ -24,7 +24,6 @@ from fctune.runs.release import read_mark
 from fctune.tasks.evaluation.accuracy import Accuracy
 
 FILE_NAME = "README.md"
-_SNAPSHOT = re.compile(r"/(?:datasets|models)--([^/]+)/snapshots/[0-9a-f]{40}(?::|$)")
 WRITTEN_BY = "<!-- Written by fctune push, which replaces it. Remove this line to keep your own changes. -->"
 
 
@@ -76,11 +75,11 @@ def make_model_card(
 def name_on_hub(path: str) -> str | None:
     """Return OWNER/NAME of a path ``hf:OWNER/NAME[@REVISION][:SPLIT]``; None for a local path.
 
-    A snapshot in the hub's cache, which a run on a cluster has downloaded before, has the name of its repository.
+    A data set that was downloaded before the run, as on a cluster, has the name of its repository.
     """
     if not path.startswith("hf:"):
         return None
-    if found := _SNAPSHOT.search(path):
+    if found := DATASET_SNAPSHOT.match(path):
         return found[1].replace("--", "/", 1)
     spec = path.removeprefix("hf:").partition("@")[0].split(":")[0]
     return None if spec.startswith(("/", ".")) or spec.count("/") > 1 else spec
