@@ -31,7 +31,8 @@ class ResultsFile:
 
     Args:
         path: The ``.jsonl`` file.
-        rank: Rank of this process; if there are several, it writes to ``results.rank<N>.jsonl``.
+        rank: Rank of this process; if there are several, it writes to a hidden ``.results.jsonl.rank<N>``, which
+            no results of another name are.
         world_size: Number of processes that write.
     """
 
@@ -41,7 +42,7 @@ class ResultsFile:
         self.summary_path = name_beside(self.path, ".summary.json")
         self._lock_path = self.path.with_name(f".{self.path.name}.lock")
         self._lock: IO[bytes] | None = None
-        self._part = name_beside(self.path, f".rank{rank}.jsonl") if world_size > 1 else self.path
+        self._part = self.path.with_name(f".{self.path.name}.rank{rank}") if world_size > 1 else self.path
         self._file: IO[bytes] | None = None
 
     def start(self, settings: Mapping[str, Any], is_fresh: bool = False) -> dict[str, Row]:
@@ -199,7 +200,7 @@ class ResultsFile:
             )
 
     def _parts(self) -> list[Path]:
-        return sorted(self.path.parent.glob(f"{glob.escape(name_beside(self.path, '').name)}.rank*.jsonl"))
+        return sorted(self.path.parent.glob(f".{glob.escape(self.path.name)}.rank*"))
 
     def _replace(self, path: Path, rows: Iterable[Row]) -> None:
         self._write(path, b"".join(map(_to_line, rows)))

@@ -157,7 +157,16 @@ def test_a_name_is_no_pattern(suite: Suite, tmp_path: Path) -> None:
         part.append({"id": name, "category": "all", "verdict": "correct"})
         part.close()
     assert list(ResultsFile(tmp_path / "x[exp].jsonl").start({}, is_fresh=False)) == ["x[exp]"]
-    assert (tmp_path / "xe.rank1.jsonl").exists(), "it is another's"
+    assert (tmp_path / ".xe.jsonl.rank1").exists(), "it is another's"
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_results_named_after_a_rank_are_no_part_of_others(is_fresh: bool, suite: Suite, tmp_path: Path) -> None:
+    for name in ("qwen", "qwen.rank16"):
+        run(suite, Oracle(suite, name=name), tmp_path / f"{name}.jsonl")
+    other = (tmp_path / "qwen.rank16.jsonl").read_text()
+    run(suite, Oracle(suite, name="qwen"), tmp_path / "qwen.jsonl", is_fresh=is_fresh)
+    assert (tmp_path / "qwen.rank16.jsonl").read_text() == other
 
 
 def test_two_runs_do_not_write_to_one_file(suite: Suite, tmp_path: Path) -> None:
@@ -206,13 +215,13 @@ def test_ranks_share_the_cases_and_one_process_takes_over_from_three(suite: Suit
     first, *others = run_ranks(ask_on_rank, 3, str(path), None)
     assert others == [None, None]
     assert first == complete == read_rows(path)
-    assert sorted(file.name for file in tmp_path.glob("ranks*.jsonl")) == ["ranks.jsonl"]
+    assert [file.name for file in tmp_path.glob("*ranks.jsonl*")] == ["ranks.jsonl"]
 
     cut = tmp_path / "cut.jsonl"
     with pytest.raises(RuntimeError):
         run_ranks(ask_on_rank, 3, str(cut), 4)
-    parts = {file.name: len(read_rows(file)) for file in tmp_path.glob("cut.rank*.jsonl")}
-    assert parts == {"cut.rank0.jsonl": 10, "cut.rank1.jsonl": 4, "cut.rank2.jsonl": 10}
+    parts = {file.name: len(read_rows(file)) for file in tmp_path.glob(".cut.jsonl.rank*")}
+    assert parts == {".cut.jsonl.rank0": 10, ".cut.jsonl.rank1": 4, ".cut.jsonl.rank2": 10}
     engine = Oracle(suite)
     assert run(suite, engine, cut) == complete
     assert len(engine.queried) == 6
