@@ -125,7 +125,7 @@ def read_chat_events(events: Iterator[Any]) -> Answer:
     """Return the answer, of index 0, of a streamed chat completion, as a client puts its pieces together.
 
     Raises:
-        UnusableAnswer: The stream broke off, or has events of another form.
+        UnusableAnswer: The stream broke off or reports an error, or has events of another form.
     """
     texts: dict[str, str] = {}
     calls: dict[int, dict[str, Any]] = {}
@@ -135,7 +135,7 @@ def read_chat_events(events: Iterator[Any]) -> Answer:
             is_complete |= event is None
             continue
         usage = event.get("usage") or usage
-        choice = _read_choice(event) if event.get("choices") else {}
+        choice = _read_event(event)
         finish_reason = choice.get("finish_reason") or finish_reason
         delta = choice.get("delta")
         for key, piece in (delta if isinstance(delta, dict) else {}).items():
@@ -261,14 +261,14 @@ def time_events(events: Iterator[Any], start: float) -> Timing:
     """Return the timing of a streamed chat completion that was requested at ``start``.
 
     Raises:
-        UnusableAnswer: The stream broke off, or has events of another form.
+        UnusableAnswer: The stream broke off or reports an error, or has events of another form.
     """
     first_s, num_events, num_reported, is_complete = None, 0, None, False
     for event in events:
         if not isinstance(event, dict):
             is_complete |= event is None
             continue
-        choice = _read_choice(event) if event.get("choices") else {}
+        choice = _read_event(event)
         # Not every server ends with [DONE].
         is_complete |= choice.get("finish_reason") is not None
         delta = choice.get("delta")
@@ -291,6 +291,19 @@ def _read_choice(body: Any) -> dict[str, Any]:
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise UnusableAnswer("malformed", f"no choices in {_show(body)}")
     return choices[0]
+
+
+def _read_event(event: dict[str, Any]) -> dict[str, Any]:
+    """Return the choice in an event of a stream; empty if it has none, as the event of the usage.
+
+    A server that fails in a stream has already sent its status: it reports the error in an event, then ``[DONE]``.
+    """
+    if error := event.get("error"):
+        message = error.get("message") if isinstance(error, dict) else error
+        raise UnusableAnswer(
+            "unfinished", f"the server sent an error: {message if isinstance(message, str) else _show(error)}"
+        )
+    return _read_choice(event) if event.get("choices") else {}
 
 
 def _check_tokens(prompt: Any, ids: Any, logprobs: Any, limits: TokenLimits) -> AnswerTokens:

@@ -416,7 +416,20 @@ def test_a_server_that_rejects_ignore_eos_is_timed_without_it() -> None:
         assert len(log.bodies) == 3
 
 
-@pytest.mark.parametrize("pieces", [[event("a")], [event("a"), "{"], []], ids=["cut", "cut within an event", "empty"])
+FAILED_EVENTS = [
+    '{"error": {"message": "parser crashed", "code": 500}}',
+    '{"error": "parser crashed"}',
+    '{"error": {"a": 1}}',
+]
+INCOMPLETE = {
+    "cut": [event("a")],
+    "cut within an event": [event("a"), "{"],
+    "empty": [],
+    **{f"error {number}": [event("a"), failed, "[DONE]"] for number, failed in enumerate(FAILED_EVENTS)},
+}
+
+
+@pytest.mark.parametrize("pieces", INCOMPLETE.values(), ids=INCOMPLETE.keys())
 def test_an_incomplete_stream_is_requested_again(pieces: list[str]) -> None:
     def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
         handler.stream(*pieces) if number == 0 else handler.stream(event("a"), event("b"), "[DONE]")
@@ -456,6 +469,19 @@ def test_a_streamed_answer_is_put_together_as_clients_do() -> None:
     ]
     assert answer.reasoning is not None
     assert (answer.reasoning.text, answer.num_tokens, answer.is_cut) == ("Hmm.", 7, True)
+
+
+@pytest.mark.parametrize("failed", FAILED_EVENTS)
+def test_an_error_within_a_stream_is_no_answer_of_the_model(failed: str) -> None:
+    def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
+        handler.stream(*([event("")] if number == 0 else [event("", finish_reason="stop")]), failed, "[DONE]")
+
+    with serve(behave) as log:
+        (answer,) = ask(log, ["Hi"], is_streamed=True)
+        assert len(log.bodies) == QUICK.max_attempts
+    assert answer.error is not None
+    assert "the server sent an error: " in answer.error
+    assert "parser crashed" in answer.error or "parser" not in failed
 
 
 def test_template_switches_are_sent_with_each_request() -> None:
