@@ -86,7 +86,7 @@ def read_chat_answer(body: Any, limits: TokenLimits | None = None) -> Answer:
     """Return the answer, of index 0, in a chat completion's body, with its tokens if their limits are given.
 
     Raises:
-        UnusableAnswer: Its message has another form, or its tokens are missing or impossible.
+        UnusableAnswer: Its message has another form, its tokens are missing or impossible, or it was aborted.
     """
     choice = _read_choice(body)
     message = choice.get("message")
@@ -125,7 +125,7 @@ def read_chat_events(events: Iterator[Any]) -> Answer:
     """Return the answer, of index 0, of a streamed chat completion, as a client puts its pieces together.
 
     Raises:
-        UnusableAnswer: The stream broke off or reports an error, or has events of another form.
+        UnusableAnswer: The stream broke off, was aborted or reports an error, or has events of another form.
     """
     texts: dict[str, str] = {}
     calls: dict[int, dict[str, Any]] = {}
@@ -261,7 +261,7 @@ def time_events(events: Iterator[Any], start: float) -> Timing:
     """Return the timing of a streamed chat completion that was requested at ``start``.
 
     Raises:
-        UnusableAnswer: The stream broke off or reports an error, or has events of another form.
+        UnusableAnswer: The stream broke off, was aborted or reports an error, or has events of another form.
     """
     first_s, num_events, num_reported, is_complete = None, 0, None, False
     for event in events:
@@ -287,9 +287,13 @@ _GENERATED = ("content", "tool_calls", "reasoning", "reasoning_content")
 
 
 def _read_choice(body: Any) -> dict[str, Any]:
+    """Return the first choice of a body or event; raises if there is none, or its answer was aborted."""
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise UnusableAnswer("malformed", f"no choices in {_show(body)}")
+    # Other values than OpenAI's are accepted, as some servers send their own for an answer that is complete.
+    if (reason := choices[0].get("finish_reason")) in ("abort", "error"):
+        raise UnusableAnswer("unfinished", f"finish_reason {reason}: the server gave the answer up")
     return choices[0]
 
 

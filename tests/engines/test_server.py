@@ -103,6 +103,10 @@ def fail_once(fault: Any) -> Any:
     return behave
 
 
+def finished(reason: str) -> str:
+    return json.dumps({"choices": [{"message": {"content": "Hi th"}, "finish_reason": reason}]})
+
+
 FAULTS = {
     "busy": lambda h: h.send(429, '{"error": {"message": "slow down"}}'),
     "broken": lambda h: h.send(500, "Internal Server Error"),
@@ -115,6 +119,8 @@ FAULTS = {
     "no body": lambda h: h.send(200, ""),
     "hanging up": lambda h: h.connection.shutdown(socket.SHUT_RDWR),
     "slow": lambda h: time.sleep(1.0),
+    "aborted": lambda h: h.send(200, finished("abort")),
+    "failed": lambda h: h.send(200, finished("error")),
 }
 
 
@@ -132,6 +138,7 @@ REASONS = {
     "half a body": "without sending complete message body",
     "hanging up": "without sending a response",
     "slow": "no answer within 0.4 s (4 attempts)",
+    "aborted": "unusable answer: finish_reason abort",
 }
 
 
@@ -416,16 +423,17 @@ def test_a_server_that_rejects_ignore_eos_is_timed_without_it() -> None:
         assert len(log.bodies) == 3
 
 
-FAILED_EVENTS = [
-    '{"error": {"message": "parser crashed", "code": 500}}',
-    '{"error": "parser crashed"}',
-    '{"error": {"a": 1}}',
-]
+BROKEN_OFF = {
+    '{"error": {"message": "parser crashed", "code": 500}}': "the server sent an error: parser crashed",
+    '{"error": "parser crashed"}': "the server sent an error: parser crashed",
+    '{"error": {"a": 1}}': "the server sent an error: {'a': 1}",
+    event("", finish_reason="abort"): "finish_reason abort",
+}
 INCOMPLETE = {
     "cut": [event("a")],
     "cut within an event": [event("a"), "{"],
     "empty": [],
-    **{f"error {number}": [event("a"), failed, "[DONE]"] for number, failed in enumerate(FAILED_EVENTS)},
+    **{words: [event("a"), failed, "[DONE]"] for failed, words in BROKEN_OFF.items()},
 }
 
 
@@ -471,17 +479,16 @@ def test_a_streamed_answer_is_put_together_as_clients_do() -> None:
     assert (answer.reasoning.text, answer.num_tokens, answer.is_cut) == ("Hmm.", 7, True)
 
 
-@pytest.mark.parametrize("failed", FAILED_EVENTS)
-def test_an_error_within_a_stream_is_no_answer_of_the_model(failed: str) -> None:
+@pytest.mark.parametrize(("failed", "words"), BROKEN_OFF.items())
+def test_an_answer_that_the_server_breaks_off_within_a_stream_is_not_the_model_s(failed: str, words: str) -> None:
     def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
-        handler.stream(*([event("")] if number == 0 else [event("", finish_reason="stop")]), failed, "[DONE]")
+        handler.stream(event("Hi"), failed, "[DONE]")
 
     with serve(behave) as log:
         (answer,) = ask(log, ["Hi"], is_streamed=True)
         assert len(log.bodies) == QUICK.max_attempts
-    assert answer.error is not None
-    assert "the server sent an error: " in answer.error
-    assert "parser crashed" in answer.error or "parser" not in failed
+    assert (answer.text, answer.tool_calls) == ("", None)
+    assert words in (answer.error or "")
 
 
 def test_template_switches_are_sent_with_each_request() -> None:
