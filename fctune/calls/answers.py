@@ -12,6 +12,9 @@ from fctune.calls.reasoning.base import Reasoning
 from fctune.calls.tool_calls import Reading
 from fctune.data.conversation import Call, Tool
 
+LEFT_IN_TEXT = "the server left the call in the text"
+"""Why a call in the text of a served answer is malformed, however well it is written."""
+
 _MARK = re.compile(r"<[^<>\n]+>|\[[A-Z_]+\]|\w+\[")
 _HTML = "<code>"  # also the mark of a format
 
@@ -72,7 +75,7 @@ def find_unread_call(text: str, tools: Sequence[Tool] = ()) -> tuple[Malformed, 
         ends_inside_call(text, call_format, reading, tools) for call_format, reading in unread
     )
     start, end = min(span[0] for span in spans), max(span[1] for span in spans)
-    return Malformed(start, end, "the server left the call in the text"), is_open
+    return Malformed(start, end, LEFT_IN_TEXT), is_open
 
 
 def _iter_meant(text: str, tools: Sequence[Tool]) -> Iterator[CallFormat]:

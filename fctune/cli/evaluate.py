@@ -32,6 +32,7 @@ from rich.progress import Progress, TaskID
 
 from fctune.base.errors import CheckpointError, ConfigError, DataError
 from fctune.base.terminal import escape_controls
+from fctune.calls.answers import LEFT_IN_TEXT
 from fctune.calls.formats.base import CallFormat
 from fctune.calls.formats.registry import FORMATS, get_format
 from fctune.cli.eval_options import find_suite
@@ -425,27 +426,23 @@ def _write(option: str, path: Path, write: Any) -> Any:
 
 
 def _warn_of_unparsed_calls(console: Console, rows: list[Row], summary: dict[str, Any]) -> None:
-    """Warn of calls that a server left in its text: all of them, without its parser, or broken ones."""
+    """Warn of calls that a server left in its text: all of them, without its parser, or some that it could not read."""
     if summary["settings"]["format"] != "served":
         return
-    texts = [row["answer"] for row in rows if row["answer"] and row["tools"] and not row["calls"]]
-    read = {name: [call_format.parse(text) for text in texts] for name, call_format in FORMATS.items()}
-    whole = {name: sum(bool(one.calls) for one in found) for name, found in read.items()}
-    broken = {name: sum(bool(one.malformed) for one in found) for name, found in read.items()}
-    if any(whole.values()) and not any(row["calls"] for row in rows):
-        matching = [name for name, count in whole.items() if count]
+    matching = []
+    if not any(row["calls"] for row in rows):
+        texts = [row["answer"] for row in rows if row["answer"] and row["tools"]]
+        matching = [name for name, one in FORMATS.items() if any(one.parse(text).calls for text in texts)]
+    num_left = sum(any(one["reason"] == LEFT_IN_TEXT for one in row["malformed"]) for row in rows)
+    if matching:
         option = f"--format {matching[0]}" if len(matching) == 1 else "that of the model's template with --format"
         message = (
             f"The server sent no calls, only text that can be parsed as calls in {', '.join(matching)}: "
             f"pass {option}, or start the server with its tool-call parser."
         )
-    elif most := max(broken.values()):
-        matching = [name for name, count in broken.items() if count == most]
-        holds = format_count(most, "answer holds", "answers hold")
-        message = (
-            f"{holds} text of a broken call in {', '.join(matching)}, which the server sent as content: judged as an "
-            "answer without calls, where the model in process would be judged malformed."
-        )
+    elif num_left:
+        holds = format_count(num_left, "answer holds", "answers hold")
+        message = f"{holds} a call that the server sent as content: judged malformed, since clients get no call."
     else:
         return
     console.print(message, style="yellow", soft_wrap=True)

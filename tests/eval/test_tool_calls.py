@@ -218,22 +218,25 @@ def test_calls_that_a_server_leaves_in_the_text_are_pointed_out(
     assert "can be parsed as calls in ernie45, hermes: pass that of the model's template with --format" in said
 
 
-def test_broken_calls_that_a_server_sends_as_text_are_counted(
+def test_calls_that_a_server_sends_as_text_among_others_are_counted_as_they_are_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A broken one, and one that is well written, as clients get neither."""
+    texts = ['{"name": "get_weather", "arguments": {"ci', '{"name": "get_weather", "arguments": {"city": "Oslo"}}']
+
     def behave(handler: Handler, number: int, body: dict[str, Any]) -> None:
-        if number == 0:
-            handler.say('<tool_call>\n{"name": "get_weather", "arguments": {"ci</tool_call>')
+        if number < len(texts):
+            handler.say(f"<tool_call>\n{texts[number]}</tool_call>")
         else:
             oracle(handler, number, body, is_native=True)
 
     with serve(behave) as log:
         words = ["--model", log.url, "--suite", "smoke", "--out", str(tmp_path / "o.jsonl"), "--concurrency", "1"]
         assert tool_calls.main(words) == 0
+    verdicts = sorted(row["verdict"] for row in read_rows(tmp_path / "o.jsonl"))
+    assert verdicts == ["correct", "correct", "malformed", "malformed"]
     said = capsys.readouterr().out.replace("\n", " ")
-    assert "1 answer holds text of a broken call in " in said
-    assert "hermes" in said
-    assert "which the server sent as content" in said
+    assert "2 answers hold a call that the server sent as content: judged malformed" in said
 
 
 def test_the_key_comes_from_the_environment_and_is_in_no_file(
