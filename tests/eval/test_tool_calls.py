@@ -18,6 +18,7 @@ from fctune.data.synthetic import iter_cases
 from fctune.engines.local import LocalEngine
 from fctune.tasks.benchmarks.bfcl.suite import BfclSuite
 from fctune.tasks.evaluation.results import read_rows
+from fctune.tasks.evaluation.score_file import score_file
 from fctune.tasks.suite_files import load_suite, read_cases
 from tests.conftest import ROOT
 from tests.engines.fault_server import Handler, serve
@@ -407,6 +408,23 @@ def test_results_of_different_settings_are_not_compared(tmp_path: Path, capsys: 
         (tmp_path / f"{name}.settings.json").write_text(json.dumps({"max_new_tokens": limit}))
     assert compare.main([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 2
     assert "max_new_tokens is 8 in one and 9 in the other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--lenient"]], ids=["strict", "lenient"])
+def test_verdicts_of_score_are_not_compared_as_results(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their ``verdict`` is not the benchmark's, so that accuracies would differ from those that score printed."""
+    for name in ("cases", "predictions"):
+        message = {"messages": [{"role": "user", "content": "Hi"}], "tools": [], "expected_calls": []}
+        row = {"id": "1", **(message if name == "cases" else {"calls": []})}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    out = tmp_path / "verdicts.jsonl"
+    score_file(load_suite(tmp_path / "cases.jsonl"), tmp_path / "predictions.jsonl", out)
+    assert compare.main([str(out), str(out), *options]) == 2
+    said = capsys.readouterr().err
+    assert f"{out}: contains verdicts of fctune score" in said
+    assert "Pass a file that fctune eval wrote." in said
 
 
 def test_a_comparison_lists_the_cases_that_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

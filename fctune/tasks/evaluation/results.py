@@ -237,7 +237,7 @@ def read_rows(path: str | Path, is_partial: bool = False) -> list[Row]:
         is_partial: The file may be missing, and its last line incomplete, which is then ignored.
 
     Raises:
-        DataError: The file is missing or has invalid rows.
+        DataError: The file is missing or has invalid rows, such as those of ``fctune score``.
     """
     path = Path(path)
     try:
@@ -260,6 +260,12 @@ def read_rows(path: str | Path, is_partial: bool = False) -> list[Row]:
                     "same fctune eval again to finish it."
                 ) from None
             raise DataError(f"{path}:{number}: not a result of fctune eval ({error}).") from None
+    if any("valid" in row for row in rows):
+        # They lack the answers and the cases without a prediction, and their verdict need not be the benchmark's.
+        raise DataError(
+            f"{path}: contains verdicts of fctune score, whose rates are in its .summary.json. Pass a file that "
+            "fctune eval wrote."
+        )
     return rows
 
 
