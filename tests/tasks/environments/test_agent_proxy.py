@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -482,6 +483,46 @@ def test_a_record_is_continued_by_its_ids(
         AgentProxy(engine, template, None, LIMITS, log=AnswerLog(path), is_open=True)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_that_cannot_be_recorded_is_never_sent(
+    template: ChatTemplate, weather: Callable[[str], str], tmp_path: Path, is_stream: bool
+) -> None:
+    path, later = tmp_path / "answers.jsonl", [{"role": "user", "content": "Later?"}]
+    engine, call_format = ServerLikeEngine(template, weather), detect_format(template.source)
+    with serve(template, engine, log=AnswerLog(path), is_open=True) as (proxy, session, send):
+        send()
+        recorded = path.read_bytes()
+        with full_disk(len(recorded) + 10):
+            for _ in range(2):
+                status, code, reason = refused(lambda: send(messages=later, stream=is_stream))
+                assert (status, code) == (503, "run_over")
+                assert f"{path}: an answer cannot be recorded" in reason
+        assert isinstance(proxy.failure, ConfigError)
+        assert len(session.answers) == 1
+    assert path.read_bytes() == recorded, "a part of a line would spoil the next one"
+    proxy = AgentProxy(engine, template, call_format, LIMITS, log=AnswerLog(path), is_open=True)
+    try:
+        post(proxy.base_url("one/episode"), messages=later)
+    finally:
+        proxy.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["number"] for row in rows if row["event"] == "answer"] == [1, 2]
+
+
+def test_an_error_of_the_proxy_is_not_taken_for_a_client_that_has_gone(
+    template: ChatTemplate, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(ServerLikeEngine):
+        def answer(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
+            raise PermissionError(13, "no access", "/somewhere")
+
+    with serve(template, Broken(template, str)) as (_, _session, send):
+        status, code, reason = refused(send)
+    assert (status, code) == (500, "internal")
+    assert "/somewhere" in reason
+    assert "PermissionError" in capfd.readouterr().err
+
+
 @pytest.mark.thorough
 def test_a_proxy_that_is_killed_continues_every_episode(tmp_path: Path) -> None:
     """With a real server behind it: what was recorded before the kill is the beginning of what follows."""
@@ -527,6 +568,17 @@ def test_the_command_refuses_what_makes_no_sense(capsys: pytest.CaptureFixture[s
     ):
         assert main(["proxy", *words]) == 2, words
         assert reason in capsys.readouterr().err
+
+
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow over a size, as on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def wait_for(is_true: Callable[[], bool]) -> None:

@@ -12,10 +12,12 @@ import select
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -66,7 +68,7 @@ class AgentProxy:
         is_open: Every name of an episode is accepted; else only those of ``begin``.
 
     Attributes:
-        failure: Error after which no request can be answered, such as that of a lost server.
+        failure: Error after which no request can be answered, such as that of a lost server or a full disk.
 
     Raises (at construction):
         ConfigError: The port is taken.
@@ -180,6 +182,11 @@ class AgentProxy:
         if self._log is not None:
             self._log.close()
 
+    def fail(self, error: ConfigError) -> RefusedRequest:
+        """Keep an error after which no request is answered; returns what the client is told."""
+        self.failure = self.failure or error
+        return RefusedRequest(str(error), 503, "run_over")
+
     def _refuse_waiting(self) -> None:
         with suppress(queue.Empty):
             while True:
@@ -201,8 +208,7 @@ class AgentProxy:
         try:
             (answer,) = self._engine.answer([prompt])
         except ConfigError as error:
-            self.failure = error
-            raise RefusedRequest(str(error), 503, "run_over") from None
+            raise self.fail(error) from None
         return answer
 
 
@@ -212,7 +218,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 256
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), OSError):  # a client that has gone
+        if not isinstance(sys.exception(), OSError):  # a client that has gone: the handler reports its own errors
             super().handle_error(request, client_address)
 
 
@@ -245,11 +251,13 @@ class _Handler(BaseHTTPRequestHandler):
             respond(episode.strip() or "default", path.removeprefix("/v1").rstrip("/"))
         except RefusedRequest as error:
             self._send_json(error.status, error.to_json())
-        except OSError:
-            raise
+        except ConfigError as error:  # the log cannot be written
+            refused = self.proxy.fail(error)
+            self._send_json(refused.status, refused.to_json())
         except Exception as error:  # the client must hear of it; what is wrong is shown where the proxy runs
+            traceback.print_exception(error)
+            self.close_connection = True
             self._send_json(500, RefusedRequest(f"{type(error).__name__}: {error}", 500, "internal").to_json())
-            raise
 
     def _list_models(self, episode: str, path: str) -> None:
         model = {"id": self.proxy.model, "object": "model", "created": 0, "owned_by": "fctune"}
@@ -285,7 +293,11 @@ class _Handler(BaseHTTPRequestHandler):
         if int(length) > _MAX_BODY_BYTES:
             self.close_connection = True
             raise RefusedRequest(f"the body has more than {_MAX_BODY_BYTES:,} bytes", 413)
-        sent = self.rfile.read(int(length))
+        try:
+            sent = self.rfile.read(int(length))
+        except OSError:
+            self.close_connection = True
+            raise RefusedRequest("the body did not arrive", 408) from None
         try:
             return json.loads(sent)
         except (ValueError, RecursionError) as error:
@@ -298,33 +310,26 @@ class _Handler(BaseHTTPRequestHandler):
             while (answer := _wait(future, _KEEP_ALIVE_S)) is None:
                 is_lost = is_lost or not self._send_events([": the policy is answering"], is_first=not has_begun)
                 has_begun = True
-        except RefusedRequest as error:
+            events = [f"data: {json.dumps(chunk)}" for chunk in answer.reply.iter_chunks(request.has_usage)]
+            if is_lost:
+                session.note_lost(answer, was_counted=False)
+            else:
+                send = partial(self._send_events, [*events, "data: [DONE]"], is_first=not has_begun)
+                self._deliver(session, answer, send)
+        except (RefusedRequest, ConfigError) as error:
             if not has_begun:
                 raise
-            self._send_events([f"data: {json.dumps(error.to_json())}"], is_first=False)
-            return
-        events = [f"data: {json.dumps(chunk)}" for chunk in answer.reply.iter_chunks(request.has_usage)]
+            refused = error if isinstance(error, RefusedRequest) else self.proxy.fail(error)
+            self._send_events([f"data: {json.dumps(refused.to_json())}"], is_first=False)
 
-        def send() -> None:
-            if not self._send_events([*events, "data: [DONE]"], is_first=not has_begun):
-                raise BrokenPipeError
-
-        if is_lost:
-            session.note_lost(answer, was_counted=False)
-        else:
-            self._deliver(session, answer, send)
-
-    def _deliver(self, session: AgentSession, answer: SessionAnswer, send: Callable[[], None]) -> None:
+    def _deliver(self, session: AgentSession, answer: SessionAnswer, send: Callable[[], bool]) -> None:
         """Send an answer; note if it was lost on the way, so that its client may ask for it again."""
         if self._is_gone():
             self.close_connection = True
             session.note_lost(answer, was_counted=False)
             return
         session.note_received(answer)
-        try:
-            send()
-        except OSError:
-            self.close_connection = True
+        if not send():
             session.note_lost(answer)
 
     def _is_gone(self) -> bool:
@@ -353,15 +358,21 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         return True
 
-    def _send_json(self, status: int, content: Any) -> None:
+    def _send_json(self, status: int, content: Any) -> bool:
+        """Send an answer; return False if the client has gone."""
         sent = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(sent)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(sent)
+        try:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(sent)))
+            if self.close_connection:
+                self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(sent)
+        except OSError:
+            self.close_connection = True
+            return False
+        return True
 
 
 def _wait(future: Future[SessionAnswer], timeout_s: float | None = None) -> SessionAnswer | None:

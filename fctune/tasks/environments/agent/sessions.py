@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fctune.base.errors import DataError
+from fctune.base.errors import ConfigError, DataError
 from fctune.calls.formats.base import CallFormat
 from fctune.config.intervals import format_count
 from fctune.data.chat_template import ChatTemplate
@@ -100,18 +100,35 @@ class AnswerLog:
         self._path, self._lock, self._file = path, threading.Lock(), -1
 
     def write(self, session: str, event: str, **values: Any) -> None:
-        """Append an event of a session, with its values."""
+        """Append an event of a session, with its values.
+
+        Raises:
+            ConfigError: It cannot be written; the file is as it was before.
+        """
         line = json.dumps({"episode": session, "event": event, "time": round(time.time(), 3), **values}) + "\n"
         with self._lock:
-            if self._file < 0:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                if self._path.exists():
-                    with self._path.open("r+b") as file:
-                        file.truncate(file.read().rfind(b"\n") + 1)
-                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            left = memoryview(line.encode())
+            try:
+                self._append(line.encode())
+            except OSError as error:
+                raise ConfigError(
+                    f"{self._path}: an answer cannot be recorded ({error.strerror or error}). Give the file space, and "
+                    "run the same command again."
+                ) from None
+
+    def _append(self, line: bytes) -> None:
+        if self._file < 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                with self._path.open("r+b") as file:
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        size, left = os.fstat(self._file).st_size, memoryview(line)
+        try:
             while left:
                 left = left[os.write(self._file, left) :]
+        except OSError:
+            os.ftruncate(self._file, size)  # a disk that is full may have taken a part of the line
+            raise
 
     def read(self) -> dict[str, list[dict[str, Any]]]:
         """Return the events of each session in the file; none without a file.
@@ -304,9 +321,10 @@ class AgentSession:
             with self._lock:
                 self._require_open()  # what comes after the end is of no episode
                 made.number = len(self._answers) + 1
-                self._add(made)
-                # Under the lock, so that the log has the answers in the order of their numbers.
+                # Under the lock, so that the log has the answers in the order of their numbers; and first, so that no
+                # repeated request gets an answer that is not in the log.
                 self._write(made, num_new, request.ignored)
+                self._add(made)
                 self._in_flight.pop(key, None)
         except BaseException:
             with self._lock:
