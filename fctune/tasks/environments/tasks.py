@@ -25,7 +25,8 @@ ENVIRONMENT_PARTS: dict[str, str] = {
 }
 """Parts of a reward in environments, each with its meaning."""
 
-_NUMBER = re.compile(r"(?<![\w.:-])\d[\d,]*(?:\.\d+)?(?![\w:-]*\d)")
+# A minus follows neither a word nor a minus, as the hyphens of ranges and dates do; a colon after a digit is of a time.
+_NUMBER = re.compile(r"(?:(?<![\w-])[-\u2212]|(?<![\w.-])(?<!\d:))\d[\d,]*(?:\.\d+)?(?![\w:-]*\d)")
 _LEADING_ZERO = re.compile(r"\b0(?=\d:\d\d)")
 
 
@@ -183,12 +184,15 @@ def score_episode(task: CheckedTask, state: Any, is_accepted: Sequence[bool], te
 
 
 def has_fact(text: str, fact: str) -> bool:
-    """Return True if a text contains a fact: a number in any notation, or words, whatever their case."""
+    """Return True if a text contains a fact: an equal number in any notation, or its words in any case."""
     if _NUMBER.fullmatch(fact):
-        wanted = float(fact.replace(",", ""))
-        return any(float(found.replace(",", "")) == wanted for found in _NUMBER.findall(text))
+        return any(_to_float(found) == _to_float(fact) for found in _NUMBER.findall(text))
     text, fact = (_LEADING_ZERO.sub("", one.lower()) for one in (text, fact))
     return re.search(rf"(?<!\w){re.escape(fact)}(?!\w)", text) is not None
+
+
+def _to_float(number: str) -> float:
+    return float(number.replace(",", "").replace("\u2212", "-"))
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:
