@@ -289,7 +289,10 @@ async def list_pages(client: Any, budget: Budget) -> list[str]:
 
 
 async def call_tool(client: Any, name: str, arguments: Mapping[str, Any]) -> McpResult:
-    """Return the result of a call; arguments that the server refuses are a result that is an error."""
+    """Return the result of a call.
+
+    Arguments that the server refuses are a result that is an error, as is one of images, audio or other data alone.
+    """
     from mcp import MCPError
 
     try:
@@ -298,11 +301,26 @@ async def call_tool(client: Any, name: str, arguments: Mapping[str, Any]) -> Mcp
         if error.code != _INVALID_PARAMS:
             raise
         return McpResult(one_line(error, 300), True)
-    texts = [part.text for part in result.content if getattr(part, "type", "") == "text"]
-    text = "\n".join(texts)
-    if not texts and result.structured_content is not None:
-        text = json.dumps(result.structured_content, ensure_ascii=False)
-    return McpResult(text, bool(result.is_error), result.structured_content)
+    texts = [_read_text(part) for part in result.content]
+    has_text, is_error = any(text is not None for text in texts), bool(result.is_error)
+    if not has_text and result.structured_content is not None:
+        return McpResult(json.dumps(result.structured_content, ensure_ascii=False), is_error, result.structured_content)
+    shown = (_name_data(part) if text is None else text for part, text in zip(result.content, texts, strict=True))
+    return McpResult("\n".join(shown), is_error or bool(texts and not has_text), result.structured_content)
+
+
+def _read_text(part: Any) -> str | None:
+    """Return the text of a part of a result, for a link its URI; None for an image, audio or other data."""
+    if part.type == "resource_link":
+        return str(part.uri)
+    text = getattr(part.resource if part.type == "resource" else part, "text", None)
+    return text if isinstance(text, str) else None
+
+
+def _name_data(part: Any) -> str:
+    """Return what stands for a part without text, which a model that reads text cannot use."""
+    kind = (part.resource if part.type == "resource" else part).mime_type
+    return f"[{part.type}{f' of type {kind}' if kind else ''}: not text, so it cannot be read]"
 
 
 def _describe(error: BaseException) -> str:

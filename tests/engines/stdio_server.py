@@ -13,7 +13,36 @@ from typing import Any
 
 from mcp.server import Server
 from mcp.server.stdio import stdio_server
-from mcp_types import CallToolResult, ListToolsResult, TextContent, Tool, ToolAnnotations
+from mcp_types import (
+    AudioContent,
+    BlobResourceContents,
+    CallToolResult,
+    EmbeddedResource,
+    ImageContent,
+    ListToolsResult,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+    Tool,
+    ToolAnnotations,
+)
+
+TEXT = TextContent(text="found one file")
+FILE = EmbeddedResource(resource=TextResourceContents(uri="repo://readme", mime_type="text/plain", text="Code: 4711."))
+BLOB = EmbeddedResource(resource=BlobResourceContents(uri="repo://manual", mime_type="application/pdf", blob="AAAA"))
+LINK = ResourceLink(name="plan", uri="https://host/plan.txt")
+IMAGE = ImageContent(data="AAAA", mime_type="image/png")
+AUDIO = AudioContent(data="AAAA", mime_type="audio/wav")
+RESULTS = {
+    "a file": [FILE],
+    "a file with a text": [TEXT, FILE],
+    "a link": [LINK],
+    "an image": [IMAGE],
+    "audio": [AUDIO],
+    "a blob": [BLOB],
+    "an image with a text": [TEXT, IMAGE],
+}
+"""Results of tools that are not listed, by their names."""
 
 
 async def list_tools(context: Any, params: Any) -> ListToolsResult:
@@ -33,7 +62,9 @@ async def list_tools(context: Any, params: Any) -> ListToolsResult:
 
 
 async def call_tool(context: Any, params: Any) -> CallToolResult:
-    """Return the arguments, and what the environment tells."""
+    """Return the arguments, and what the environment tells; for a name in ``RESULTS``, that result."""
+    if params.name in RESULTS:
+        return CallToolResult(content=RESULTS[params.name])
     told = {name: os.environ.get(name) for name in ("GARDEN_TOKEN", "FCTUNE_API_KEY")}
     return CallToolResult(content=[TextContent(text=json.dumps({**params.arguments, **told}))])
 

@@ -92,6 +92,23 @@ def test_arguments_that_the_server_refuses_are_a_result(open_session: Open) -> N
     assert session.call("add", {"by": 1}).text == "1"
 
 
+def test_resources_are_read_as_text_and_other_data_is_named(open_session: Open) -> None:
+    server = f"stdio: {shlex.quote(sys.executable)} {shlex.quote(str(REAL_SERVER.with_name('stdio_server.py')))}"
+    session = open_session(server)
+    data = "[{}: not text, so it cannot be read]".format
+    for name, text, is_error in (
+        ("a file", "Code: 4711.", False),
+        ("a file with a text", "found one file\nCode: 4711.", False),
+        ("a link", "https://host/plan.txt", False),
+        ("an image", data("image of type image/png"), True),
+        ("audio", data("audio of type audio/wav"), True),
+        ("a blob", data("resource of type application/pdf"), True),
+        ("an image with a text", "found one file\n" + data("image of type image/png"), False),
+    ):
+        result = session.call(name, {})
+        assert (result.text, result.is_error) == (text, is_error), name
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
 def test_a_server_that_hangs_does_not_outlive_a_process_that_is_killed() -> None:
