@@ -159,7 +159,10 @@ def adapter_options(files: ModelFiles, name: str, address: str | None = None) ->
         reason = f"vLLM loads adapters up to rank {_LORA_RANKS[-1]}, not {max(ranks)}"
         raise UnservedAdapterError(files.adapter_dir, reason)
     source = address or str(files.adapter_dir)
-    options = ["--enable-lora", "--max-lora-rank", str(limit), "--lora-modules", f"{name}={source}"]
+    module = f"{name}={source}"
+    if "=" in name or "," in module:  # vLLM splits at the first "=", and reads what has a comma as JSON
+        module = json.dumps({"name": name, "path": source})
+    options = ["--enable-lora", "--max-lora-rank", str(limit), "--lora-modules", module]
     if files.tokenizer_dir != files.model_dir:
         options += ["--tokenizer", source]
     return options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,20 @@ def test_an_adapter_is_served_on_its_base_within_the_ranks_that_vllm_allows(tiny
     shutil.copyfile(tiny_base / "tokenizer_config.json", tmp_path / "mine" / "tokenizer_config.json")
     options = server_options(str(tmp_path / "mine"))
     assert options[options.index("--tokenizer") + 1] == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("name", ["lr=1e-4", "a,b", "lr=1e-4,r=8", 'it\'s mine, "all" of it'])
+def test_an_adapter_of_any_name_is_printed_as_vllm_reads_it(
+    name: str, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_adapter(tmp_path / name, tiny_base)
+    assert main(["serve", adapter, "--print"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert json.loads(words[words.index("--lora-modules") + 1]) == {"name": name, "path": adapter}
+    assert main(["serve", adapter, "--name", "mine", "--print"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    module = words[words.index("--lora-modules") + 1]
+    assert module == f"mine={adapter}" if "," not in name else json.loads(module)["path"] == adapter
 
 
 @pytest.mark.parametrize(
