@@ -43,7 +43,7 @@ def add_commands(commands: Any) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from fctune.apps.serve.server import find_host, require_agreement
-    from fctune.engines.vllm_options import RUN_TIME_ADAPTERS, server_options
+    from fctune.engines.vllm_options import RUN_TIME_ADAPTERS, default_name, server_options
     from fctune.runs.release import require_released
 
     require_released(arguments.model, "not served", arguments.force)
@@ -76,9 +76,12 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     host = find_host(further)
     url = f"http://{host}:{arguments.port}/v1"
+    chat = ["fctune", "chat", url]
+    if "--lora-modules" in options:  # the server lists the base, too
+        chat += ["--served-model", arguments.name or default_name(arguments.model)]
 
     def announce(seconds: float) -> None:
-        print(f"ready after {seconds:.0f} s: {url}   (fctune chat {url}; Ctrl-C ends it)", flush=True)
+        print(f"ready after {seconds:.0f} s: {url}   ({shlex.join(chat)}; Ctrl-C ends it)", flush=True)
 
     try:
         limit_s = arguments.stop_idle * 60 or None

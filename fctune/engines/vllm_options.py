@@ -63,7 +63,7 @@ def server_options(
     if not any(next(files.model_dir.glob(f"*.{ending}"), None) for ending in ("safetensors", "bin")):
         raise ConfigError(f"{files.model_dir}: holds no weights. Download the complete model, or export the run again.")
     options = ["--model", str(files.model_dir)]
-    served = name or Path(model).resolve().name
+    served = name or default_name(model)
     for value in (served, str(files.model_dir)):
         if value.startswith("-"):
             raise ConfigError(f"{value}: vLLM would read it as an option; pass a --name, and an absolute PATH.")
@@ -79,6 +79,11 @@ def server_options(
     except NoParserError as error:
         say(f"The server parses no calls, which reinforcement does not need: {error.problem}")
         return [*options, *template_options(template_args or {})]
+
+
+def default_name(model: str) -> str:
+    """Return the name under which a model is served unless another is given: its directory's."""
+    return Path(model).resolve().name
 
 
 def _chat_options(folder: Path, template_args: Mapping[str, Any] | None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,25 @@ def test_an_adapter_of_any_name_is_printed_as_vllm_reads_it(
     words = shlex.split(capsys.readouterr().out)
     module = words[words.index("--lora-modules") + 1]
     assert module == f"mine={adapter}" if "," not in name else json.loads(module)["path"] == adapter
+
+
+def test_the_command_that_is_announced_names_an_adapter_next_to_its_base(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def announce(command: list[str], port: int, announce: Callable[[float], None], **_: Any) -> bool:
+        announce(1.0)
+        return False
+
+    monkeypatch.setattr("fctune.apps.serve.server.run_server", announce)
+    monkeypatch.setattr("fctune.cli.serve.require_vllm", lambda python: None)
+    adapter, url = make_adapter(tmp_path / "my run", tiny_base), "http://127.0.0.1:8000/v1"
+    for words, command in (
+        ([adapter], f"fctune chat {url} --served-model 'my run'"),
+        ([adapter, "--name", "mine"], f"fctune chat {url} --served-model mine"),
+        ([str(tiny_base)], f"fctune chat {url}"),
+    ):
+        assert main(["serve", *words]) == 0
+        assert f"({command}; Ctrl-C ends it)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
