@@ -175,7 +175,8 @@ class Output:
     @property
     def last_line(self) -> str:
         """The last line that is not blank, without spaces around it; empty if there is none."""
-        return next((line.strip() for line in reversed(self.text.splitlines()) if line.strip()), "")
+        lines = self.text.replace("\r", "\n").split("\n")  # splitlines would also split at U+2028 in texts
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 @dataclass(frozen=True, slots=True)

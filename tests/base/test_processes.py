@@ -50,6 +50,10 @@ def test_of_too_much_output_the_first_or_the_last_bytes_are_kept() -> None:
     output = Output(None, keeps_end=True)
     output.add(b" first \n\xff last \n\n")
     assert output.last_line == "\ufffd last"
+    output.add('\r{"why": "one\u2028two\x85three"}\r\n'.encode())
+    assert output.last_line == '{"why": "one\u2028two\x85three"}', "JSON may hold these"
+    output.add(b"10 %\r 90 %")
+    assert output.last_line == "90 %", "as a terminal shows it"
 
 
 @pytest.mark.parametrize("ending", ["exit 0", "sleep 300"])

@@ -16,7 +16,7 @@ from fctune.cli import main
 from fctune.config.sections.rollouts import DialogueConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.engines.engine import Answer, Prompt
-from fctune.tasks.environments.agent.task_file import fill_command
+from fctune.tasks.environments.agent.task_file import fill_command, read_agent_file
 from fctune.tasks.environments.agent.tasks import AgentTasks
 from fctune.tasks.episode import EpisodeLimits
 from fctune.tasks.rollouts import Request, Rollout, RolloutSettings
@@ -320,6 +320,17 @@ def test_a_tasks_fields_stay_within_their_words() -> None:
     values = {"question": "a 'b' $(c); {id}", "id": 7, "base_url": "http://x"}
     words = fill_command("run --ask={question} {id} '{base_url} x' {{}}", values)
     assert words == ["run", "--ask=a 'b' $(c); {id}", "7", "http://x x", "{{}}"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_text_may_hold_any_line_separator_of_unicode_and_a_file_its_byte_order_mark(
+    encoding: str, tmp_path: Path
+) -> None:
+    asked = [{"question": f"Sum up:{mark}then stop."} for mark in ("\u2028", "\u2029", "\u0085")]
+    path = write_agent_file(tmp_path, TASKS)
+    text = "\r\n".join(json.dumps(one, ensure_ascii=False) for one in asked)
+    (tmp_path / "tasks.jsonl").write_bytes(text.encode(encoding))
+    assert list(read_agent_file(path)[1].values()) == asked
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -125,7 +125,8 @@ def _read_tasks(file: AgentFile) -> dict[str, dict[str, Any]]:
     tasks: dict[str, dict[str, Any]] = {}
     needed = [name for word in shlex.split(file.command) for name in _FIELD.findall(word) if name not in GIVEN]
     try:
-        lines = Path(file.tasks).read_text(encoding="utf-8").splitlines()
+        # splitlines would also split at U+2028 in texts
+        lines = Path(file.tasks).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{file.tasks}: cannot be read ({reason}). Name a JSON Lines file of tasks.") from None
