@@ -65,6 +65,8 @@ def _proxy(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--temperature {arguments.temperature:g}: expected more than 0, as tokens are sampled.")
     if not 0 <= arguments.port <= 65535:
         raise ConfigError(f"--port {arguments.port}: expected 0 to 65535.")
+    if arguments.out.is_dir():
+        raise ConfigError(f"--out {arguments.out}: is a directory. Name a file in it.")
     from fctune.calls.response_template import find_call_format
     from fctune.engines.opening import find_files
     from fctune.tasks.environments.agent.proxy import AgentProxy
@@ -133,5 +135,7 @@ def _open(
         concurrency=arguments.concurrency,
         min_positions=arguments.context,
         log=lambda line: print(line, flush=True),
+        url_option="--server",
+        model_option="--served-model",
     )
     return server, template

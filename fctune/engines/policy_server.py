@@ -80,7 +80,7 @@ class PolicyServer:
         patience: How long to wait for a lost server.
         is_resumed: Wait for the server if it is not there yet, since the run has found it before.
         log: Called with a line when the server is lost or back.
-        key: Config section of the server, for messages.
+        url_option, model_option: Options or config keys of the address and the base's name, for messages.
         can_sleep: ``sleep`` and ``wake`` will be called; a server that a killed process left asleep is woken up.
 
     Raises:
@@ -105,10 +105,11 @@ class PolicyServer:
         patience: ServerPatience | None = None,
         is_resumed: bool = False,
         log: Callable[[str], None] = lambda line: None,
-        key: str = "grpo.server",
+        url_option: str = "grpo.server.url",
+        model_option: str = "grpo.server.served_model",
         can_sleep: bool = False,
     ):
-        self.url = parse_base_url(url, f"{key}.url").removesuffix("/v1")
+        self.url = parse_base_url(url, url_option).removesuffix("/v1")
         self._can_sleep = can_sleep
         self._template = template
         self._decoder = AnswerDecoder(template)
@@ -130,7 +131,7 @@ class PolicyServer:
         self._retired: list[PublishedAdapter] = []
         if is_resumed:
             self._wait_for_server()
-        self._base = find_base(self._list_models(), self.url, served_model, min_positions, key)
+        self._base = find_base(self._list_models(), self.url, served_model, min_positions, model_option)
         self._current = PublishedAdapter(self._base, 0)
         if can_sleep:
             self.wake()
@@ -438,7 +439,7 @@ def list_models(
 
 
 def find_base(
-    models: Sequence[dict[str, Any]], url: str, served_model: str | None, min_positions: int, key: str
+    models: Sequence[dict[str, Any]], url: str, served_model: str | None, min_positions: int, model_option: str
 ) -> str:
     """Return the name of the base among the models that a server lists.
 
@@ -447,7 +448,7 @@ def find_base(
         url: Address of the server, for messages.
         served_model: Name of the base; None takes the only one.
         min_positions: Smallest context, in tokens.
-        key: Config section of the server, for messages.
+        model_option: Option or config key that names the base, for messages.
 
     Raises:
         ConfigError: It is not among them, there are several without a name, or its context is too short.
@@ -455,7 +456,7 @@ def find_base(
     if served_model is None:
         found = [row for row in models if row.get("parent") is None]
         if len(found) != 1:
-            raise ConfigError(f"{url}: lists {_list(found)}; name the base with {key}.served_model.")
+            raise ConfigError(f"{url}: lists {_list(found)}; name the base with {model_option}.")
     else:
         found = [row for row in models if row["id"] == served_model]
         if not found:

@@ -71,7 +71,7 @@ class TeacherServer:
         self._client = HttpClient(self.url, api_key, RetryPolicy(max_attempts=3, timeout_s=600.0))
         models = list_models(self._client, self.url, "vllm serve TEACHER", _KEY_VARIABLE)
         # Scoring generates a token, which takes a position.
-        self._model = find_base(models, self.url, config.served_model, min_positions + 1, _SECTION)
+        self._model = find_base(models, self.url, config.served_model, min_positions + 1, f"{_SECTION}.served_model")
         require_equal_tokenizer(self._client, self.url, self._model, template, OTHER_TOKENIZER)
         try:
             self._request(template.tokenizer.encode("1 2", add_special_tokens=False)[:1] * 2, [1])

@@ -162,7 +162,8 @@ def open_server_engine(
             patience=ServerPatience(max_wait_s=config.max_wait_s),
             is_resumed=is_resumed,
             log=log,
-            key=f"{section}.server",
+            url_option=f"{section}.server.url",
+            model_option=f"{section}.server.served_model",
             can_sleep=config.sleeps_while_training,
         )
         for url in config.urls

@@ -452,8 +452,26 @@ def test_what_an_ended_episode_still_waits_for_is_neither_generated_nor_recorded
 
 
 def test_a_port_that_is_taken_is_named(template: ChatTemplate) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen there"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="Choose another port"):
         AgentProxy(ScriptedEngine(template, str), template, None, LIMITS, port=taken.getsockname()[1])
+    for host, shown in (("203.0.113.1", r"203\.0\.113\.1"), ("2001:db8::1", r"\[2001:db8::1\]")):
+        with pytest.raises(ConfigError, match=rf"^{shown}:0: cannot listen there .*Choose an address of this machine"):
+            AgentProxy(ScriptedEngine(template, str), template, None, LIMITS, host=host)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
+def test_agents_reach_a_proxy_at_an_ipv6_address(template: ChatTemplate, weather: Callable[[str], str]) -> None:
+    with serve(template, ServerLikeEngine(template, weather), host="::1") as (proxy, _session, send):
+        assert proxy.url.startswith("http://[::1]:")
+        assert send()["model"] == "policy"
 
 
 def test_a_record_is_continued_by_its_ids(
@@ -558,16 +576,26 @@ def test_a_proxy_that_is_killed_continues_every_episode(tmp_path: Path) -> None:
     assert [row["prompt_ids"] for row in answers] == asked
 
 
-def test_the_command_refuses_what_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_makes_no_sense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
     for words, reason in (
         ([str(TINY_BASE), "--temperature", "0"], "--temperature 0: expected more than 0"),
         ([str(TINY_BASE), "--context", "0"], "--context 0: expected 1 or more"),
         ([str(TINY_BASE), "--server", "http://127.0.0.1:9"], "no server answers there"),
+        ([str(TINY_BASE), "--server", "foo:9"], "--server: foo:9 is not a server's address"),
+        ([str(TINY_BASE), "--out", str(tmp_path)], f"--out {tmp_path}: is a directory. Name a file in it."),
+        ([str(TINY_BASE), "--out", str(tmp_path / "loop")], "loop: cannot be read (Too many levels of symbolic links)"),
         (["http://127.0.0.1:9"], "pass the model's directory, and its server as --server"),
         (["no/such/model"], "no/such/model"),
     ):
         assert main(["proxy", *words]) == 2, words
         assert reason in capsys.readouterr().err
+    server = VllmStandIn(TINY_BASE, names=["one", "two"])
+    try:
+        assert main(["proxy", str(TINY_BASE), "--server", server.url]) == 2
+    finally:
+        server.stop()
+    assert "lists one, two; name the base with --served-model." in capsys.readouterr().err
 
 
 @contextmanager

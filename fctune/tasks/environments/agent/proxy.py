@@ -6,6 +6,7 @@ An agent needs nothing but a base URL. ``http://HOST:PORT/episode/ID/v1`` names 
 
 from __future__ import annotations
 
+import errno
 import json
 import queue
 import select
@@ -36,6 +37,7 @@ _IDLE_S = 120.0  # connections without a request are closed then
 _LINGER_S = 0.02  # agents whose prompts arrive within this time are answered in one batch
 _PREFIX = "/episode/"
 _HEADER = "X-Episode"
+_PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +73,7 @@ class AgentProxy:
         failure: Error after which no request can be answered, such as that of a lost server or a full disk.
 
     Raises (at construction):
-        ConfigError: The port is taken.
+        ConfigError: The port is taken, the host is not this machine's, or the log cannot be read.
         DataError: The log is of another form.
     """
 
@@ -102,11 +104,13 @@ class AgentProxy:
         self._executor = ThreadPoolExecutor(concurrency, thread_name_prefix="proxy")
         self._recorded = log.read() if log is not None and is_open else {}
         handler = type("Handler", (_Handler,), {"proxy": self})
+        shown = f"[{host}]" if ":" in host else host
         try:
             self._server = _Server((host, port), handler)
         except OSError as error:
-            raise ConfigError(f"{host}:{port}: cannot listen there ({error.strerror}). Choose another port.") from None
-        self.url = f"http://{host}:{self._server.server_address[1]}"
+            remedy = "Choose another port" if error.errno in _PORT_ERRORS else "Choose an address of this machine"
+            raise ConfigError(f"{shown}:{port}: cannot listen there ({error.strerror}). {remedy}.") from None
+        self.url = f"http://{shown}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), name="proxy-server", daemon=True).start()
 
     @property
@@ -216,6 +220,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 256
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]):
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):  # a client that has gone: the handler reports its own errors

@@ -134,12 +134,16 @@ class AnswerLog:
         """Return the events of each session in the file; none without a file.
 
         Raises:
+            ConfigError: The file cannot be read.
             DataError: A line other than the last is not one of a log.
         """
         events: dict[str, list[dict[str, Any]]] = {}
-        if not self._path.exists():
+        try:
+            *lines, _ = self._path.read_bytes().split(b"\n")
+        except FileNotFoundError:
             return events
-        *lines, _ = self._path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise ConfigError(f"{self._path}: cannot be read ({error.strerror}). Pass another file.") from None
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
