@@ -17,6 +17,7 @@ from mcp_types import (
     AudioContent,
     BlobResourceContents,
     CallToolResult,
+    ContentBlock,
     EmbeddedResource,
     ImageContent,
     ListToolsResult,
@@ -33,7 +34,7 @@ BLOB = EmbeddedResource(resource=BlobResourceContents(uri="repo://manual", mime_
 LINK = ResourceLink(name="plan", uri="https://host/plan.txt")
 IMAGE = ImageContent(data="AAAA", mime_type="image/png")
 AUDIO = AudioContent(data="AAAA", mime_type="audio/wav")
-RESULTS = {
+RESULTS: dict[str, list[ContentBlock]] = {
     "a file": [FILE],
     "a file with a text": [TEXT, FILE],
     "a link": [LINK],
