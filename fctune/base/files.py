@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import shutil
 import threading
@@ -64,7 +65,10 @@ def staged_directory(path: Path, *, suffix: str = "partial", replaces: bool = Fa
     Args:
         path: Final directory.
         suffix: Last part of the hidden directory's name; processes that may run at once need different ones.
-        replaces: Delete an existing ``path`` first. Otherwise an existing one is kept and the new one dropped.
+        replaces: Replace an existing ``path``; of a link, the link. Otherwise it is kept and the new one dropped.
+
+    Raises:
+        OSError: The disk is full, gone or read-only; an existing ``path`` is unaffected.
     """
     staging = path.with_name(f".{path.name}.{suffix}")
     shutil.rmtree(staging, ignore_errors=True)
@@ -72,11 +76,35 @@ def staged_directory(path: Path, *, suffix: str = "partial", replaces: bool = Fa
         staging.mkdir(parents=True)
         yield staging
         if replaces:
-            shutil.rmtree(path, ignore_errors=True)
-        if not path.exists():
+            _swap(staging, path)
+        elif not path.exists():
             staging.rename(path)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _swap(staging: Path, path: Path) -> None:
+    """Rename a directory to ``path``; an existing one is deleted last, so that one of the two is always complete."""
+    # A name of its own, because an earlier one may still be there: NFS keeps files that a process has open.
+    old = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.replaced")
+    if os.path.lexists(path):
+        path.rename(old)
+    try:
+        staging.rename(path)
+    except BaseException:
+        if os.path.lexists(old):
+            old.rename(path)
+        raise
+    for replaced in path.parent.glob(f".{glob.escape(path.name)}.*.replaced"):  # and those of killed processes
+        with suppress(OSError):
+            _delete(replaced)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def run_within(limit_s: float, action: Callable[[], object]) -> bool:

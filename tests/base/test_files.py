@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,6 +39,65 @@ def test_a_staged_directory_appears_complete(replaces: bool, kept: str, tmp_path
     with pytest.raises(KeyboardInterrupt), staged_directory(tmp_path / "folder", replaces=True):
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def replace_folder(folder: Path) -> None:
+    with staged_directory(folder, replaces=True) as staging:
+        (staging / "file").write_text("new")
+
+
+def test_a_directory_that_cannot_be_renamed_is_kept_and_the_error_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename = tmp_path / "folder", Path.rename
+    folder.mkdir()
+    (folder / "file").write_text("old")
+    for refused in ("folder", ".folder.partial"):
+
+        def refuse(path: Path, target: Path, refused: str = refused) -> Path:
+            if path.name == refused:
+                raise PermissionError(13, "Permission denied")
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", refuse)
+        with pytest.raises(PermissionError):
+            replace_folder(folder)
+        assert (folder / "file").read_text() == "old"
+        assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_directory_that_cannot_be_deleted_is_replaced_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rmtree = tmp_path / "folder", shutil.rmtree
+    folder.mkdir()
+    (folder / "file").write_text("old")
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if any(file.read_text() == "old" for file in Path(path).glob("file")):
+            if not ignore_errors:
+                raise OSError(16, "Device or resource busy")
+        else:
+            rmtree(path, ignore_errors=ignore_errors)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(shutil, "rmtree", refuse)
+        for _ in range(2):  # the second time, the first one's old directory is still there
+            replace_folder(folder)
+            assert (folder / "file").read_text() == "new"
+            assert len(list(tmp_path.iterdir())) == 2
+    replace_folder(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_replaced_link_leaves_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("old")
+    (tmp_path / "folder").symlink_to("elsewhere")
+    replace_folder(tmp_path / "folder")
+    assert (tmp_path / "folder" / "file").read_text() == "new"
+    assert (tmp_path / "elsewhere" / "file").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "folder"]
 
 
 def test_a_lock_is_held_by_one_at_a_time_and_says_by_whom(tmp_path: Path) -> None:
