@@ -195,6 +195,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
     encode: Encode | None = None
     seq_len, max_tokens, lengths = arguments.seq_len, 0, None
     supervised: set[int] = set()
+    present: set[int] = set()
     template: ChatTemplate | None = None
     if arguments.tokenizer is not None:
         from fctune.data.row_lengths import RowLengths, choose_seq_len, find_longest_row
@@ -215,6 +216,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
         def count(conversation: Any) -> tuple[int, int]:
             samples = template.encode(conversation)
             for sample in samples:
+                present.update(sample.tokens)
                 supervised.update(t for t, weight in zip(sample.tokens, sample.weights, strict=True) if weight > 0)
             add_length(samples)
             return sum(len(sample.tokens) for sample in samples), sum(sample.num_supervised for sample in samples)
@@ -245,17 +247,17 @@ def _check_data(arguments: argparse.Namespace) -> int:
     console.print(report.render_text())
     if reason:
         console.print(reason, highlight=False, soft_wrap=True)
-    if template is not None:
-        from fctune.models.token_choice import check_tokens
-
-        if note := check_tokens(template.model_dir, supervised):
-            console.print(f"warning: {note}", highlight=False, soft_wrap=True)
     if arguments.json is not None:
         write_file(arguments.json, "--json", lambda: json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
     if arguments.html is not None:
         from fctune.apps.report.data_page import write_data_html
 
         write_file(arguments.html, "--html", lambda: write_data_html(report, arguments.html))
+    if template is not None:
+        from fctune.models.token_choice import check_tokens
+
+        if note := check_tokens(template.model_dir, supervised, present):
+            console.print(f"warning: {note}", highlight=False, soft_wrap=True)
     return 0 if report.is_usable(arguments.on_invalid) else 1
 
 

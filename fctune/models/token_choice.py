@@ -124,15 +124,39 @@ def find_candidates(prepared: PreparedSet, model_dir: Path) -> Candidates:
     return Candidates(frozenset(supervised), frozenset(present & _added_tokens(model_dir)))
 
 
-def check_tokens(model_dir: Path, supervised: Collection[int]) -> str:
-    """Return a sentence that names the untrained tokens among some, with the remedy; empty if there are none.
+def check_vocabulary(tokens: Collection[int], model_dir: Path, architecture: Architecture) -> None:
+    """Check that the model has rows for tokens of the data; an extended tokenizer needs a resized embedding.
+
+    Raises:
+        ConfigError: It lacks some; names them, with the remedy.
+    """
+    beyond = sorted(token for token in tokens if token >= architecture.vocab_size)
+    if beyond:
+        raise ConfigError(
+            f"{model_dir}: the data has tokens beyond the {architecture.vocab_size:,} rows of the model's embedding: "
+            f"{_list_names(_load_tokenizer(model_dir), beyond)}. Resize the embedding to the tokenizer, or put the "
+            "model's original tokenizer there and add the tokens with model.add_tokens."
+        )
+
+
+def check_tokens(model_dir: Path, supervised: Collection[int], present: Collection[int]) -> str:
+    """Return a sentence that names the untrained tokens of data, with the remedy; empty if there are none.
 
     Also empty if the weights are not at hand, or the model is none that can be trained.
+
+    Args:
+        model_dir: Hugging Face directory of the model.
+        supervised: Supervised tokens, which are looked at.
+        present: All tokens of the data.
+
+    Raises:
+        ConfigError: The model has no rows for some of them.
     """
     try:
         architecture = read_architecture(model_dir)
     except ConfigError:
         return ""
+    check_vocabulary(present, model_dir, architecture)
     if not has_weights(model_dir):
         return ""
     untrained = find_untrained(model_dir, architecture, Candidates(frozenset(supervised)), _added_tokens(model_dir))
@@ -153,13 +177,16 @@ def describe_untrained(untrained: Sequence[UntrainedToken], model_dir: Path) -> 
         why = f"the {first.matrix} row of {_name(tokenizer, first.id)} equals that of {duplicate}"
     else:
         why = f"the {first.matrix} row of {_name(tokenizer, first.id)} has {first.factor:.2g} times the median norm"
-    names = ", ".join(_name(tokenizer, token.id) for token in ordered[:_NUM_SHOWN])
-    more = f" and {len(ordered) - _NUM_SHOWN} more" if len(ordered) > _NUM_SHOWN else ""
-    return f"these tokens look untrained in the base: {names}{more} ({why})"
+    return f"these tokens look untrained in the base: {_list_names(tokenizer, [t.id for t in ordered])} ({why})"
 
 
 def _added_tokens(model_dir: Path) -> frozenset[int]:
     return frozenset(_load_tokenizer(model_dir).get_added_tokens_decoder())
+
+
+def _list_names(tokenizer: Any, tokens: Sequence[int]) -> str:
+    names = ", ".join(_name(tokenizer, token) for token in tokens[:_NUM_SHOWN])
+    return names + (f" and {len(tokens) - _NUM_SHOWN} more" if len(tokens) > _NUM_SHOWN else "")
 
 
 def _name(tokenizer: Any, token: int) -> str:

@@ -49,6 +49,7 @@ from fctune.training.prefetch import ResumableSource
 from fctune.training.response_check import check_response_template
 from fctune.training.setup import (
     build_base,
+    check_data_tokens,
     check_memory_to_answer,
     check_packing,
     check_space,
@@ -203,6 +204,7 @@ class FineTuning(ABC):
         check_weights(model, self.model_dir)
         self.select_trainable_(model)
         config, data = self.open_data()
+        check_data_tokens(model, self.model_dir, data.prepared)
         self.select_tokens_(model, data)
         config = resolve_experts(model, config, self.run.resume, self.world)
         config = resolve_micro_batch(model, config, self.run.resume, self.world)

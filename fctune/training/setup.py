@@ -41,6 +41,7 @@ from fctune.data.chunk_encoder import Counts
 from fctune.data.prepared_set import (
     PreparedSet,
     describe_counts,
+    list_tokens_from,
     open_prepared,
     prepare,
     resolve_batch_size,
@@ -56,7 +57,7 @@ from fctune.models.packing_proof import prove_packing
 from fctune.models.planned_model import shape_teacher
 from fctune.models.precision import check_device, choose_precision, is_emulated
 from fctune.models.sources import build_model, read_architecture
-from fctune.models.token_choice import TokenChoice, choose_tokens, find_candidates
+from fctune.models.token_choice import TokenChoice, check_vocabulary, choose_tokens, find_candidates
 from fctune.models.token_rows import train_tokens_
 from fctune.models.untrained_tokens import Candidates
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_, use_float8_matmuls_
@@ -283,6 +284,21 @@ def select_adapters_(model: CausalLM, adapter: AdapterConfig, world: World) -> N
         logger.info("adapters: %s", counts)
     if world.is_main and (warning := find_frozen_experts(model)):
         logger.warning("adapters: %s", warning)
+
+
+def check_data_tokens(model: CausalLM, model_dir: Path, prepared: PreparedSet | None) -> None:
+    """Check, on rank 0, that a model has rows for all tokens of the data.
+
+    Raises:
+        ConfigError: The tokenizer has more tokens than the model's embedding.
+    """
+
+    def check() -> None:
+        if prepared is not None:
+            beyond = list_tokens_from(prepared, model.architecture.vocab_size)
+            check_vocabulary(beyond, model_dir, model.architecture)
+
+    distributed.run_on_rank_0(check)
 
 
 def select_tokens_(

@@ -62,6 +62,17 @@ def test_check_writes_a_report_and_a_page(write_rows: Callable[..., Path], tiny_
     assert "http://" not in page.split("<body")[0]
 
 
+def test_check_names_tokens_that_the_model_has_no_rows_for(
+    make_model: Callable[..., Path], write_rows: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = make_model(vocab_size=1400), tmp_path / "report.json"
+    assert main(["data", "check", str(write_rows([GOOD])), "--tokenizer", str(base), "--json", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "tokens beyond the 1,400 rows of the model's embedding: <|eot_id|>." in error
+    assert "model.add_tokens" in error
+    assert json.loads(out.read_text())["rows"] == 1
+
+
 @pytest.mark.real_data
 def test_check_of_real_rows_reports_their_known_counts(tmp_path: Path) -> None:
     out = tmp_path / "report.json"

@@ -15,7 +15,7 @@ from fctune.models.transformers import attention
 from tests.models.expert_samples import save_base
 from tests.models.hybrid_samples import save_hybrid
 from tests.ranks import run_ranks
-from tests.recipes.recipe_runs import arguments_for, run_on_rank
+from tests.recipes.recipe_runs import Kind, arguments_for, check_single_reports, run_on_rank
 
 ROWS = 100_000  # would take a minute to prepare
 
@@ -96,6 +96,17 @@ def test_runs_that_cannot_work_end_before_their_data_is_prepared(bases: Path, tm
         assert "data:" not in result["out"], (claim, result)
         message = result["err"].strip().splitlines()[-1]
         assert all(part in message for part in parts), (claim, message)
+
+
+def test_data_with_tokens_that_the_model_has_no_rows_for_is_rejected(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = make_model(vocab_size=1405)
+    words = f"{base}: the data has tokens beyond the 1,405 rows of the model's embedding: </tool_call>, "
+    kinds: list[Kind] = ["lora", "full"]
+    check_single_reports(
+        [(arguments_for(tmp_path / kind, f"model.path={base}", kind=kind), words, kind) for kind in kinds]
+    )
 
 
 def run_with_leak(world: World, argv: list[str]) -> dict[str, Any]:
