@@ -57,8 +57,10 @@ def extend_base(model_dir: Path, tokens: Sequence[str], root: Path) -> Path:
             texts = [base.encode(token, add_special_tokens=False).ids for token in tokens]
             _write_matrices(staging, model_dir, architecture, dict(zip(ids, texts, strict=True)))
             config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-            text = config if "vocab_size" in config else config["text_config"]
-            text["vocab_size"] = _grown(architecture, ids)
+            text = config.get("text_config") or config
+            # A vision-language model may repeat it outside its text's section.
+            for section in (text, config) if "vocab_size" in config else (text,):
+                section["vocab_size"] = _grown(architecture, ids)
             (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(

@@ -110,13 +110,18 @@ def test_an_index_chooses_between_versions_of_a_tensor(make_model: Callable[...,
     assert index.keys() == located.keys()
 
 
-@pytest.mark.parametrize("family", ["smollm3", "gemma3"])
-def test_bases_of_transformers_grow_too(family: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "repeats_size"), [("smollm3", False), ("gemma3", False), ("gemma3", True)], ids=str)
+def test_bases_of_transformers_grow_too(
+    family: str, repeats_size: bool, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
     tokenizer = make_model()
     vocab_size = read_architecture(tokenizer).vocab_size
     base = save_tiny_model(family, tmp_path / "base", vocab_size=vocab_size)
     for file in tokenizer.glob("tokenizer*"):
         shutil.copy(file, base)
+    if repeats_size:  # as SmolVLM and others do
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
     extended = extend_base(base, NEW, tmp_path)
     model, before = load_model(extended), load_model(base)
     assert model.architecture.vocab_size == vocab_size + 2
