@@ -18,7 +18,7 @@ from fctune.config.intervals import parse_share
 from fctune.config.sections.data import AUGMENT_KINDS, DataConfig, SourceConfig
 from fctune.data.chosen_template import ChosenTemplate
 from fctune.data.sources.reader import list_files
-from fctune.data.template_args import TEMPLATE_ARGS_FILE
+from fctune.data.template_args import ADDITIONAL_TEMPLATES, TEMPLATE_ARGS_FILE
 
 # Part of every fingerprint: raise it when the meaning of the files or the encoding of rows changes.
 _VERSION = 7
@@ -26,7 +26,10 @@ _VERSION = 7
 _ROW_KEYS = ("sources", "augment", "replay", "secrets", "redact")
 _SECRET_RULES = [str(Path(__file__).parent / name) for name in ("secrets.py", "redaction.py")]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", TEMPLATE_ARGS_FILE)
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *(f"{ADDITIONAL_TEMPLATES}/*.jinja", TEMPLATE_ARGS_FILE),
+)
 
 # A download of a data set's commit, in whatever folder the hub's client keeps it.
 DATASET_SNAPSHOT = re.compile(r"^hf:.*/datasets--([^/:]+)/snapshots/([0-9a-f]{40})(?=:|$)")
@@ -98,7 +101,10 @@ def fingerprint_inputs(
     inputs: dict[str, Any] = {
         "version": _VERSION,
         "tokenizer": {
-            name: digests.digest(model_dir / name) for name in _TOKENIZER_FILES if (model_dir / name).is_file()
+            file.relative_to(model_dir).as_posix(): digests.digest(file)
+            for pattern in _TOKENIZER_FILES
+            for file in model_dir.glob(pattern)
+            if file.is_file()
         },
         "template_args": template_args or {},
         "chat_template": None if chat_template is None else _digest_json(chat_template.source),

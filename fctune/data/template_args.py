@@ -11,6 +11,8 @@ from fctune.base.errors import ConfigError
 from fctune.config.sections.model import find_template_args_problems
 
 TEMPLATE_ARGS_FILE = "chat_template_kwargs.json"
+# Where transformers keeps the templates of a model besides its default one, such as that for requests with tools.
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
 
 
 def read_template_args(model_dir: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fctune.base.errors import ConfigError
 from fctune.base.files import staged_directory
+from fctune.data.template_args import ADDITIONAL_TEMPLATES
 from fctune.models.architecture import Architecture
 from fctune.models.base_weights import plan_base, read_matrix
 from fctune.models.hub import digest_model
@@ -53,6 +54,8 @@ def extend_base(model_dir: Path, tokens: Sequence[str], root: Path) -> Path:
                     (staging / f"base-{file.name}").symlink_to(file.resolve())
                 elif file.is_file() and file.name != INDEX:
                     shutil.copyfile(file, staging / file.name)
+            if (model_dir / ADDITIONAL_TEMPLATES).is_dir():
+                shutil.copytree(model_dir / ADDITIONAL_TEMPLATES, staging / ADDITIONAL_TEMPLATES)
             extended.save(str(staging / "tokenizer.json"))
             texts = [base.encode(token, add_special_tokens=False).ids for token in tokens]
             _write_matrices(staging, model_dir, architecture, dict(zip(ids, texts, strict=True)))

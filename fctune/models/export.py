@@ -28,7 +28,7 @@ from fctune.calls.server_parsers import write_server_parsers
 from fctune.config.sections.adapter import AdapterConfig
 from fctune.data.chat_template import ChatTemplate
 from fctune.data.chosen_template import ChosenTemplate
-from fctune.data.template_args import merge_template_args, read_template_args, write_template_args
+from fctune.data.template_args import ADDITIONAL_TEMPLATES, merge_template_args, read_template_args, write_template_args
 from fctune.models.adapter_base import name_base
 from fctune.models.architecture import Architecture
 from fctune.models.base_weights import plan_base
@@ -241,6 +241,9 @@ def copy_companions(base_dir: Path, out: Path, prompting: Prompting = BASE_PROMP
                 shutil.copyfile(file, out / file.name)
     if prompting.chat_template is not None:
         _replace_chat_template(out, prompting.chat_template.source)
+    elif (base_dir / ADDITIONAL_TEMPLATES).is_dir() and (out / "tokenizer_config.json").is_file():
+        # Servers choose by request, but the model knows one template.
+        _replace_chat_template(out, _load_template(base_dir, None).source)
     template_args = merge_template_args(read_template_args(out), prompting.template_args)
     write_template_args(out, template_args)
     if (out / "tokenizer_config.json").is_file():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fctune.base.errors import ConfigError
-from fctune.data.template_args import TEMPLATE_ARGS_FILE
+from fctune.data.template_args import ADDITIONAL_TEMPLATES, TEMPLATE_ARGS_FILE
 
 # Files to download: none that could run code, such as pickles or Python.
 _PATTERNS = [
@@ -24,6 +24,7 @@ _PATTERNS = [
 _NUM_DIGEST_BLOCKS = 64
 _DIGEST_BLOCK_BYTES = 65_536
 WEIGHT_FILES = ("config.json", "*.safetensors")
+_MODEL_FILES = (*WEIGHT_FILES, "*.json", "*.jinja", f"{ADDITIONAL_TEMPLATES}/*.jinja", "tokenizer*")
 # Files of a base, other than its config and weights, that a model trained from it needs; exports copy them.
 COMPANION_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json"),
@@ -67,7 +68,7 @@ def resolve_model_dir(path: str) -> Path:
         ) from None
 
 
-def digest_model(model_dir: Path, patterns: Sequence[str] = (*WEIGHT_FILES, "*.json", "*.jinja", "tokenizer*")) -> str:
+def digest_model(model_dir: Path, patterns: Sequence[str] = _MODEL_FILES) -> str:
     """Return a digest of a model directory, 16 hex digits.
 
     Large files are sampled (their size and 64 blocks of 64 kB), so that 16 GB take seconds; training changes entire

@@ -236,9 +236,13 @@ def test_the_contents_of_rows_and_tokenizer_change_the_fingerprint(tiny_base: Pa
         names.add(fingerprint_inputs(config, model)[0])
     (model / "chat_template.jinja").write_text("{{ messages }}")
     names.add(fingerprint_inputs(config, model)[0])
+    (model / "additional_chat_templates").mkdir()
+    for text in ("{{ tools }}", "{{ tools }}\n"):
+        (model / "additional_chat_templates" / "tool_use.jinja").write_text(text)
+        names.add(fingerprint_inputs(config, model)[0])
     rows.write_text('{"messages": [1]}\n')
     names.add(fingerprint_inputs(config, tiny_base)[0])
-    assert len(names) == 5
+    assert len(names) == 7
 
 
 def test_synthetic_rows_are_fingerprinted_with_the_code_and_data_that_generate_them() -> None:

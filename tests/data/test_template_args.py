@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from fctune.base.errors import ConfigError
 from fctune.cli.parser import Parser, add_template_args_argument
@@ -19,6 +21,7 @@ from fctune.data.conversation import Conversation, Message
 from fctune.data.fingerprint import fingerprint_inputs
 from fctune.data.template_args import TEMPLATE_ARGS_FILE, read_template_args
 from fctune.engines.vllm_options import server_options
+from fctune.models.added_tokens import extend_base
 from fctune.models.export import Prompting, copy_companions
 from tests.thinking_templates import HYBRID, write_thinking_model
 
@@ -68,6 +71,24 @@ def test_switches_of_a_template_that_is_replaced_do_not_apply(base: Path, tiny_b
     out.mkdir()
     copy_companions(base, out, Prompting(chat_template=plain))
     assert read_template_args(out) == {}
+
+
+def test_an_export_of_a_model_with_several_templates_has_the_one_that_it_was_trained_with(
+    tiny_base: Path, tmp_path: Path
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(tiny_base, base)
+    out.mkdir()
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    for_tools = tokenizer.chat_template
+    tokenizer.chat_template = {"default": "{% for m in messages %}{{ m.content }}{% endfor %}", "tool_use": for_tools}
+    tokenizer.save_pretrained(str(base))
+    assert (base / "additional_chat_templates" / "tool_use.jinja").is_file()
+    for model_dir in (base, extend_base(base, ["<call>"], tmp_path)):
+        assert ChatTemplate(model_dir).source == for_tools
+        copy_companions(model_dir, out)
+        assert AutoTokenizer.from_pretrained(str(out)).chat_template == for_tools
+        assert ChatTemplate(out).source == for_tools
 
 
 @pytest.mark.parametrize(

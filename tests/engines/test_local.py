@@ -194,6 +194,10 @@ def test_a_copy_has_the_same_digest_and_another_model_has_not(tmp_path: Path) ->
         (tmp_path / name / "model.safetensors").write_bytes(data)
     digests = [digest_model(tmp_path / name) for name in ("a", "b", "c")]
     assert digests[0] == digests[1] != digests[2]
+    template = tmp_path / "b" / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
+    assert digest_model(tmp_path / "b") != digests[0]
 
 
 def test_samples_of_a_prompt_differ_and_their_tokens_have_the_model_s_logprobs(
