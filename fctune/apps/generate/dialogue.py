@@ -284,6 +284,9 @@ class _Dialogue:
             text = judge.ask(ask_for_verdict(self._row), VERDICT_SCHEMA, self._plan.seed, self._outcome.usage)
             is_good, reason = read_verdict(text)
         except (Dropped, UnusableText) as error:
+            # A judge that is gone says nothing about the row or its kind.
+            if error.kind in SERVER_FAILURES:
+                raise Dropped(error.kind, f"the judge: {error}") from None
             raise Dropped(error.kind if error.kind == "budget" else "judge_failed", str(error)) from None
         if not is_good:
             raise Dropped("judged_bad", reason)

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ _PATIENCE = 16  # outcomes after which a teacher that gave nothing is given up
 _PLANS_PER_ROW = 4
 _MORE_PLANS = 8
 _NOT_THE_KINDS_FAULT = SERVER_FAILURES | {"budget"}
+_JUDGED = frozenset({"kept", "near_duplicate", "invalid_row", "judged_bad", "judge_failed"})
 
 
 @dataclass(slots=True)
@@ -438,15 +440,20 @@ class _Run:
         return line
 
     def _judge_teacher(self) -> Ending | None:
-        """Return the ending for a teacher that has given nothing in this run, or does not answer any more."""
+        """Return the ending if the teacher has given nothing in this run, or a server does not answer any more."""
         if len(self._new) < _PATIENCE:
             return None
-        is_gone = SERVER_FAILURES.issuperset(self._new[-_PATIENCE:])
+        # A row that fell before the judge read it does not show that the judge answers.
+        answering = None if self._writer.judge is None else SERVER_FAILURES | _JUDGED
+        told = (verdict for verdict in reversed(self._new) if answering is None or verdict in answering)
+        latest = list(islice(told, _PATIENCE))
+        is_gone = len(latest) == _PATIENCE and SERVER_FAILURES.issuperset(latest)
         if not is_gone and "kept" in self._new:
             return None
-        recent = self.report.fallen[-_PATIENCE:]
+        failed = (line for line in reversed(self.report.fallen) if not is_gone or line["verdict"] in SERVER_FAILURES)
+        recent = list(islice(failed, _PATIENCE))
         verdict, count = Counter(line["verdict"] for line in recent).most_common(1)[0]
-        reason = next(line["reason"] for line in reversed(recent) if line["verdict"] == verdict)
+        reason = next(line["reason"] for line in recent if line["verdict"] == verdict)
         self.report.problem = f"{verdict}, {count} of the last {len(recent)}: {reason}"
         return "unreachable" if is_gone else "unusable"
 

@@ -593,6 +593,35 @@ def test_a_teacher_of_no_use_is_given_up_early(
     assert read_summary(out)["kept"] > 0
 
 
+@pytest.mark.parametrize("is_weak", [False, True], ids=["good teacher", "weak teacher"])
+def test_a_judge_that_is_gone_ends_the_run_and_costs_no_plans(
+    is_weak: bool, tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(handler: Handler, kind: str, body: dict[str, Any]) -> bool:
+        if is_weak and kind == "write" and teacher.asked["write"] % 4 == 0:
+            handler.say("no")
+            return True
+        if kind == "judge" and teacher.asked["judge"] > 4:
+            handler.send(429, '{"error": "quota used up"}')
+            return True
+        return False
+
+    out, teacher = tmp_path / "rows.jsonl", Teacher(refuse)
+    with serve_teacher(teacher) as log:
+        options = ["--judge", log.url, "--kinds", "one_call", "--concurrency", "1"]
+        assert generate(log.url, tools, out, *options, num=8) == 1
+        assert teacher.asked["judge"] <= 4 + 16 + 1, "16 failures in a row"
+        summary = read_summary(out)
+        assert (summary["ending"], summary["dropped"]["rate_limited"]) == ("unreachable", 16)
+        assert set(summary["dropped"]) == ({"rate_limited", "garbage"} if is_weak else {"rate_limited"})
+        assert "rate_limited, 16 of the last 16: the judge: HTTP 429: quota used up" in capsys.readouterr().out
+        for _ in range(2):  # more failures than a kind of 8 rows has plans
+            assert generate(log.url, tools, out, *options, num=8) == 1
+        teacher.misbehave = lambda handler, kind, body: False
+        assert generate(log.url, tools, out, *options, num=8) == 0
+    assert read_summary(out)["kept"] == 8
+
+
 def test_a_kind_that_never_works_does_not_run_for_ever(tools: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
 
