@@ -296,8 +296,8 @@ class NothingHeldOutError(DataError):
 def find_held_out_cases(config: DataConfig, prepared: PreparedSet, max_cases: int | None = None) -> list[Case]:
     """Make a case of each conversation with tools in the validation split.
 
-    The case is the first turn of the assistant that calls a function, else its last turn. With ``max_cases``, each
-    source gives an equal share, and is read no further than that.
+    The case is the first supervised turn of the assistant that calls a function, else its last one. With
+    ``max_cases``, each source gives an equal share, and is read no further than that.
 
     Raises:
         NothingHeldOutError: Nothing with tools is held out.
@@ -382,8 +382,11 @@ def cut_after_answer(conversation: Conversation) -> Conversation | None:
 
 
 def _find_answer(conversation: Conversation) -> int | None:
+    """Return the index of the first supervised turn that calls, else of the last one; None without any."""
     messages = conversation.messages
-    answers = [index for index, message in enumerate(messages) if message.role == "assistant" and index > 0]
+    answers = [
+        index for index, message in enumerate(messages) if message.role == "assistant" and index and message.weight
+    ]
     if not answers or not conversation.tools:
         return None
     return next((index for index in answers if messages[index].calls), answers[-1])

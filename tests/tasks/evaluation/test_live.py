@@ -30,7 +30,7 @@ from fctune.models.base_weights import load_base_
 from fctune.models.causal_lm import materialize_
 from fctune.models.precision import PrecisionPolicy
 from fctune.models.sources import build_model, read_architecture
-from fctune.tasks.evaluation.held_out import find_held_out_cases
+from fctune.tasks.evaluation.held_out import cut_after_answer, find_held_out_cases
 from fctune.tasks.evaluation.live import LiveEvaluation, build_answering, check_answering_memory
 from tests.conftest import TINY_BASE
 from tests.models.expert_samples import save_base
@@ -244,6 +244,34 @@ def test_held_out_cases_are_those_of_the_validation_split(tmp_path: Path) -> Non
     assert {case.category for case in cases} == {"call", "no_call"}
     few = find_held_out_cases(config, prepared, 4)
     assert len({case.id for case in few}) == len(few) == 4
+
+
+def test_held_out_cases_expect_supervised_turns_only(write_rows: Callable[..., Path], tmp_path: Path) -> None:
+    def call(number: int, day: str) -> dict[str, Any]:
+        function = {"name": "get_weather", "arguments": json.dumps({"day": day})}
+        return {"role": "assistant", "tool_calls": [{"id": f"c{number}", "type": "function", "function": function}]}
+
+    properties = {"day": {"type": "string"}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"properties": properties}}}
+    rows = []
+    for number in range(20):
+        rows.append([
+            {"role": "user", "content": f"Weather on day {number}?"},
+            {**call(1, "tomorrow"), "weight": 0},
+            {"role": "tool", "tool_call_id": "c1", "content": "error: no date"},
+            call(2, f"2024-05-{number + 1:02}"),
+            {"role": "tool", "tool_call_id": "c2", "content": "rain"},
+            {"role": "assistant", "content": "Rain."},
+        ])  # fmt: skip
+    source = SourceConfig(path=str(write_rows([{"messages": messages, "tools": [tool]} for messages in rows])))
+    config = DataConfig(sources=[source], validation_share=0.5, seq_len=1024)
+    cases = find_held_out_cases(config, prepare(config, TINY_BASE, tmp_path / "prepared"))
+    assert cases
+    for case in cases:
+        assert len(case.prompt.messages) == 3
+        assert case.expected[0].arguments["day"].startswith("2024-05-")
+    conversation = cases[0].prompt
+    assert cut_after_answer(conversation) is None, "its only answer is not supervised"
 
 
 def test_a_run_without_held_out_tools_is_refused(tmp_path: Path) -> None:
