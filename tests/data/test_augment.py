@@ -19,7 +19,8 @@ from fctune.base.errors import DataError
 from fctune.config.sections.data import ADDITIONS, AUGMENT_KINDS, CHANGES
 from fctune.data.augment import augmenter as augmenter_module
 from fctune.data.augment.augmenter import Form, check_counts, is_held_out
-from fctune.data.augment.spoken import take_out_item, take_out_value
+from fctune.data.augment.spoken import say_name, take_out_item, take_out_value
+from fctune.data.augment.tool_pool import ToolPool
 from fctune.data.augment.wordings import describe_ability, word_question, word_refusal
 from fctune.data.check.warnings import iter_warnings
 from fctune.data.conversation import Call, Conversation, Message, Tool
@@ -531,6 +532,44 @@ def test_a_malformed_mark_is_no_mark(mark: Any) -> None:
 )
 def test_the_ability_of_a_tool_is_a_phrase(name: str, description: str, do: str | None, topic: str) -> None:
     assert tuple(describe_ability(Tool({"name": name, "description": description}))) == (do, topic)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("startDate", "start date"),
+        ("HTTPServer_2", "http server 2"),
+        ("département", "département"),
+        ("größeDerSchrift", "größe der schrift"),
+        ("ÄußereGröße", "äußere größe"),
+        ("городВылета", "город вылета"),
+        ("出発日", "出発日"),
+        ("मौसम", "मौसम"),
+    ],
+)
+def test_names_of_any_script_are_said_in_full(name: str, said: str) -> None:
+    assert say_name(name) == said
+
+
+@pytest.mark.parametrize(
+    ("one", "like_it", "unlike_it"),
+    [
+        ("Show the weather in a city", "Show the weather in a city now", "Cancel an order of the shop"),
+        ("Показать погоду в городе", "Показать погоду в городе сейчас", "Отменить заказ магазина"),
+        ("查询某个城市的天气情况", "查询某个城市的天气情况和气温", "取消商店的订单"),
+        ("查询指定城市的天气情况", "查询某个城市的天气和气温情况", "预订酒店房间"),
+        ("都市の天気を表示する", "都市の今の天気を表示する", "店の注文を取り消す"),
+    ],
+)
+def test_tools_are_alike_by_descriptions_in_any_script(one: str, like_it: str, unlike_it: str) -> None:
+    tools = [Tool({"name": f"t{n}", "description": text}) for n, text in enumerate((one, like_it, unlike_it))]
+    pool = ToolPool()
+    assert pool.are_alike(tools[0], tools[1])
+    assert not pool.are_alike(tools[0], tools[2])
+
+
+def test_nothing_is_taken_out_of_a_request_whose_prepositions_are_not_known() -> None:
+    assert take_out_value("Какая погода сегодня в Осло?", "Осло") is None
 
 
 def test_there_are_dozens_of_wordings_and_each_names_what_is_missing() -> None:

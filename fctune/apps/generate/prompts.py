@@ -225,7 +225,7 @@ def read_json_answer(text: str) -> tuple[list[Any], str]:
     calls, words = answer.get("calls", []), answer.get("say", "")
     if not isinstance(calls, list) or not isinstance(words, str) or not (calls or words):
         raise UnusableText("garbage", "neither calls nor words")
-    if words and not split_words(words):
+    if words and not any(map(str.isalnum, words)):
         raise UnusableText("garbage", "words without a word")  # "...", which weak teachers copy from the prompt
     return calls, words
 

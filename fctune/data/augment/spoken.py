@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from fctune.data.conversation import Tool
 
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+# Scripts with capitals (Latin, Greek, Cyrillic, Armenian), and the marks that make one letter of two code points.
+_CHARACTERS = [chr(code) for code in range(0x2000)]
+_UPPER = "".join(filter(str.isupper, _CHARACTERS))
+_MARKS = "".join(character for character in _CHARACTERS if unicodedata.category(character).startswith("M"))
+_LOWER = "".join(filter(str.islower, _CHARACTERS)) + _MARKS
+_CASELESS = rf"[^\W\d_{_UPPER}{_LOWER}]"
+_WORD = re.compile(rf"[{_UPPER}]+(?![{_LOWER}])|[{_UPPER}]?[{_LOWER}]+|\d+|{_CASELESS}(?:{_CASELESS}|[{_MARKS}])*")
+# Thai, Lao, Burmese, Khmer, Japanese, Chinese; Korean, whose particles are written to the words.
+_WITHOUT_SPACES = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 _EXAMPLES = re.compile(r"\(\s*e\.?g\.?,?:?\s*([^()]+)\)", re.IGNORECASE)
 # Examples that describe a value instead of giving one, and fragments of a list that was split at the wrong comma.
 _PLACEHOLDER = re.compile(
@@ -40,6 +52,15 @@ _MIN_WORDS_LEFT = 3
 def split_words(text: str) -> list[str]:
     """Return the words of a text or of a name in any spelling, in lower case."""
     return [word.lower() for word in _WORD.findall(text)]
+
+
+def split_terms(text: str) -> list[str]:
+    """Return the words of a text to compare it by; of scripts without spaces, characters and pairs of neighbours."""
+    terms: list[str] = []
+    for word in split_words(text):
+        is_unspaced = _WITHOUT_SPACES.match(word) is not None
+        terms += [*word, *map("".join, pairwise(word))] if is_unspaced else [word]
+    return terms
 
 
 def say_name(name: str) -> str:
@@ -94,7 +115,7 @@ def take_out_value(text: str, value: Any) -> str | None:
     if before[-1] in ".?!,;" and re.match(r"\s*[.,?!;]", after):
         return None
     left = _DANGLING.sub(r"\1", f"{before} {after.lstrip()}" if after[:1].isspace() else before + after).strip()
-    return left if len(split_words(left)) >= _MIN_WORDS_LEFT else None
+    return left if _is_request(left) else None
 
 
 def take_out_item(text: str, name: str, value: Any) -> str | None:
@@ -127,8 +148,13 @@ def take_out_item(text: str, name: str, value: Any) -> str | None:
         if text[found.start() : found.start() + 1].isupper() and (not before or before.rstrip()[-1:] in ".?!"):
             after = after[:1].upper() + after[1:]
         kept = (before + after).strip()
-        return kept if len(split_words(kept)) >= _MIN_WORDS_LEFT else None
+        return kept if _is_request(kept) else None
     return None
+
+
+def _is_request(text: str) -> bool:
+    """Return True if enough is left of a request; words of other alphabets do not count, as the rules are English."""
+    return sum(word.isascii() for word in split_words(text)) >= _MIN_WORDS_LEFT
 
 
 def read_examples(schema: dict[str, Any]) -> list[Any]:

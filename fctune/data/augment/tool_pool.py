@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fctune.data.augment.spoken import list_properties, read_examples, split_words
+from fctune.data.augment.spoken import list_properties, read_examples, split_terms
 from fctune.data.conversation import Call, Conversation, Tool
 from fctune.data.tool_schema import load_schema
 
@@ -136,7 +136,7 @@ class ToolPool:
         said = {_read_description(tool) for tool in (*needed, *taken)} - {""}
         avoided = [_list_words(tool) for tool in needed]
         about = [word for tool in needed for word in sorted(_list_words(tool).telling)]
-        near = self._rank([*dict.fromkeys(split_words(text)), *about], group)
+        near = self._rank([*dict.fromkeys(split_terms(text)), *about], group)
         own = [number for tool in (*needed, *taken) if (number := self._numbers.get(tool.to_json())) is not None]
         company = list(dict.fromkeys(other for number in own for other in self._companions.get(number, ())))
         company = [number for number in company if (group, number) in self._members]
@@ -232,5 +232,5 @@ def _read_description(tool: Tool) -> str:
 
 
 def _list_words(tool: Tool) -> _Words:
-    words = frozenset(split_words(f"{tool.name} {_read_description(tool)}"))
+    words = frozenset(split_terms(f"{tool.name} {_read_description(tool)}"))
     return _Words(words, words - _EMPTY_WORDS)

@@ -385,6 +385,11 @@ def test_placeholders_that_a_weak_teacher_copies_are_no_words(text: str) -> None
         read_json_answer(text)
 
 
+@pytest.mark.parametrize("text", ["明天有雨。", "Дождь.", "غدا", "Rain."])
+def test_words_of_any_script_are_words(text: str) -> None:
+    assert read_json_answer(json.dumps({"say": text})) == ([], text)
+
+
 def test_listed_values_are_different_valid_and_more_than_the_name_of_the_parameter() -> None:
     [boat] = [tool for tool in HARBOUR if tool.name == "book_berth"]
     answer = json.dumps({"values": ["Boat", "Boat Name", "Ondine", "Ondine", " ", 4, "Name of Moll", "Łódź", "日本丸"]})
