@@ -242,6 +242,21 @@ def test_distractors_come_from_the_same_source() -> None:
             assert {tool.name for tool in form.conversation.tools} <= own
 
 
+@pytest.mark.parametrize(("weight", "is_distracted"), [(1.0, False), (0.0, True)], ids=["supervised", "context alone"])
+def test_no_tool_is_added_to_a_row_that_says_what_it_cannot_do(weight: float, is_distracted: bool) -> None:
+    rows = make_rows()
+    plain = rows[0].conversation
+    later = (Message("user", "Then book me a room."), Message("assistant", "I have no tool for it.", weight=weight))
+    row = to_parsed(replace(plain, messages=(*plain.messages, *later)))
+    augmenter = open_augmenter(rows, distract=1.0)
+    (form,) = augmenter.expand(row, "rows")
+    assert (form.conversation.tools != plain.tools) == is_distracted
+    assert ("distract" in form.kinds) == is_distracted
+    assert augmenter.counts["distract"].eligible == is_distracted
+    (form,) = augmenter.expand(rows[0], "rows")
+    assert form.kinds == ("distract",), "an answer to a tool's result calls nothing either"
+
+
 def canonical(value: Any) -> Any:
     """Return a schema without the keys and the order that mean nothing."""
     if isinstance(value, dict):

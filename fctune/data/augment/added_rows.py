@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from fctune.data.augment.spoken import (
@@ -57,6 +58,14 @@ def find_turn(conversation: Conversation) -> Turn | None:
     called = {call.name for call in conversation.messages[index].calls}
     needed = tuple(tool for tool in conversation.tools if tool.name in called)
     return Turn(index, needed) if len({tool.name for tool in needed}) == len(called) else None
+
+
+def has_no_call_turn(conversation: Conversation) -> bool:
+    """Return True if a supervised turn answers the user without a call; the row may say there what it cannot do."""
+    return any(
+        before.role == "user" and answer.role == "assistant" and answer.weight > 0 and not answer.calls
+        for before, answer in pairwise(conversation.messages)
+    )
 
 
 def find_missing_tools(conversation: Conversation, turn: Turn, pool: ToolPool) -> tuple[Tool, ...] | str:

@@ -24,6 +24,7 @@ from fctune.data.augment.added_rows import (
     find_missing_tools,
     find_repetition,
     find_turn,
+    has_no_call_turn,
     repeat,
     take_away,
 )
@@ -42,6 +43,7 @@ _NO_TOOLS = "no tools"
 _IS_MADE = "made by data augment already"
 _ALL_NEEDED = "all tools are needed, and no other is known"
 _NO_OTHERS = "no other tool is known"
+_NO_CALL_TURN = "a request that is answered without a call, which an added tool might fulfil"
 _MIN_TOOLS = 3  # of a row with distractors
 _TITLED_SHARE = 0.3  # of the rows whose schemas are paraphrased
 
@@ -329,7 +331,12 @@ class _Plan:
         """Choose whether to add tools, and add them."""
         augmenter, row, turn = self.augmenter, self.row, self.turn
         most = augmenter.config.max_tools
-        problem = NO_CALLS if turn is None else None if len(row.tools) < most else f"{most} tools or more"
+        if turn is None:
+            problem: str | None = NO_CALLS
+        elif has_no_call_turn(row):
+            problem = _NO_CALL_TURN
+        else:
+            problem = None if len(row.tools) < most else f"{most} tools or more"
         if not augmenter.choose("distract", self.digest, problem) or turn is None:
             return False
         rng = augmenter.make_rng("distract", self.digest)
