@@ -16,7 +16,8 @@ from fctune.apps.generate.references import find_unresolvable, inline_references
 from fctune.apps.generate.values import draw_arguments
 from fctune.base.errors import ConfigError
 from fctune.data.augment.spoken import list_properties, split_words
-from fctune.data.conversation import Call, Tool
+from fctune.data.augment.tool_pool import ToolPool
+from fctune.data.conversation import Call, Conversation, Tool
 from fctune.data.tool_schema import ToolSet, allows_nothing
 
 _MIN_OFFERED = 3
@@ -100,7 +101,7 @@ class Planner:
         max_tools: Most tools on offer in a row.
         examples: Requests to imitate.
         hides_tools: Every request that no tool on offer fulfils is one to a tool that was taken off offer, so that it
-            can be drafted.
+            can be drafted, unless all tools are alike.
         max_small_talk: Most rows of small talk in a run; None: any number.
 
     Raises:
@@ -122,6 +123,8 @@ class Planner:
         self._max_small_talk = max_small_talk
         self._hidden_share = 1.0 if hides_tools else _HIDDEN_SHARE
         self.tools, self.seed, self.max_tools, self.examples = tuple(tools), seed, max_tools, tuple(examples)
+        self._pool = ToolPool()
+        self._pool.add(Conversation((), self.tools))
         self._requiring = [tool for tool in tools if _list_required(tool)]
         impossible = {"several_calls": min(len(tools), max_tools) < 2, "missing_value": not self._requiring}
         # A teacher that writes requests may see a dependence that the tools' words do not tell.
@@ -183,7 +186,10 @@ class Planner:
         pool = self._requiring if kind == "missing_value" else self.tools
         order = list(pool)
         random.Random(f"{self.seed}/{index // len(pool)}").shuffle(order)
-        first = order[index % len(pool)]
+        turn = index % len(pool)
+        first = order[turn]
+        if kind == "no_tool":  # a tool cannot be missing where all others may do the same
+            first = next(filter(self._has_others, (*order[turn:], *order[:turn])), first)
         others = [tool for tool in self.tools if tool is not first]
         rng.shuffle(others)
         num_targets = {"several_calls": 2 + (len(others) > 1 and rng.random() < 0.4)}.get(kind, 1)
@@ -195,7 +201,10 @@ class Planner:
         num_offered = rng.randint(min(_MIN_OFFERED, most), most)
         offered = [*targets, *[tool for tool in others if tool not in targets]][: max(num_offered, len(targets))]
         if hidden is not None:
-            offered = [tool for tool in offered if tool is not hidden] or others[:1]
+            others = [tool for tool in others if not self._pool.are_alike(hidden, tool)]
+            hidden = hidden if others else None
+        if hidden is not None:
+            offered = others[: max(num_offered - 1, 1)]
         rng.shuffle(offered)
         missing = rng.choice(_list_required(first)) if kind == "missing_value" else None
         named = {"repeated_tool": [first] * rng.choice((2, 2, 3)), "several_calls": targets}.get(kind, [first])
@@ -212,6 +221,10 @@ class Planner:
             examples=tuple(rng.sample(self.examples, min(_NUM_EXAMPLES, len(self.examples)))),
             seed=rng.randrange(2**31),
         )
+
+    def _has_others(self, tool: Tool) -> bool:
+        """Return True if there is a tool that cannot do what this one does, as far as their descriptions tell."""
+        return any(not self._pool.are_alike(tool, other) for other in self.tools if other is not tool)
 
     def digest(self) -> str:
         """Return a digest of the tools and examples, which a resumed run must have as well."""

@@ -139,6 +139,30 @@ def test_a_request_that_no_tool_fulfils_is_one_to_a_tool_that_is_not_on_offer() 
         assert one.steps == ()
 
 
+def make_tool(name: str, description: str, **properties: Any) -> Tool:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return Tool({"name": name, "description": description, "parameters": parameters})
+
+
+def test_a_request_that_no_tool_fulfils_is_not_one_that_a_similar_tool_does() -> None:
+    weather = [
+        make_tool("get_weather", "Get the weather of a city.", city={"type": "string"}),
+        make_tool("fetch_weather", "Get the current weather of a city.", city={"type": "string"}),
+    ]
+    notes = [make_tool("add_note", "Write a note."), make_tool("pay_bill", "Pay an invoice of a supplier.")]
+    planner = Planner([*weather, *notes], None, seed=3, hides_tools=True)
+    hidden = set()
+    for index in range(40):
+        plan = planner.plan(index, "no_tool")
+        assert plan.hidden is not None
+        assert plan.tools
+        hidden.add(plan.hidden.name)
+        if plan.hidden in weather:
+            assert not {tool.name for tool in plan.tools} & {tool.name for tool in weather}
+    assert hidden == {tool.name for tool in (*weather, *notes)}
+    assert Planner(weather, None, seed=3, hides_tools=True).plan(0, "no_tool").hidden is None
+
+
 def test_a_dependent_call_takes_a_value_that_the_message_does_not_say() -> None:
     planner = Planner(HARBOUR, None, seed=4)
     made = [one for index in range(60) for one in draft(planner, index, "dependent_calls")]
