@@ -359,7 +359,8 @@ def _say_argument(tool: Tool, name: str, value: Any, rng: random.Random, is_bare
         described = _describe(list_properties(tool)[name])
         if value and described and rng.random() < _SHARE_OF_DESCRIPTIONS:
             return _SaidArgument(described, (described,))
-        return _SaidArgument(words if value else f"without {words}", (words,))
+        said = words if value else f"without {words}"
+        return _SaidArgument(said, (said,))
     if isinstance(value, (dict, list)):
         said = _say_value(value, {}, rng)
         return _SaidArgument(f"{words}: {said}", tuple(say_value(leaf) for _, leaf in _iter_leaves(value)))

@@ -163,6 +163,21 @@ def test_a_request_that_no_tool_fulfils_is_not_one_that_a_similar_tool_does() ->
     assert Planner(weather, None, seed=3, hides_tools=True).plan(0, "no_tool").hidden is None
 
 
+def test_a_rewording_that_loses_a_negation_is_not_used() -> None:
+    stay = make_tool("book_room", "Book a room.", nights={"enum": [2, 3]}, breakfast={"type": "boolean"})
+    planner, num_without = Planner([stay], None, seed=1, hides_tools=True), 0
+    for index in range(20):
+        plan = planner.plan(index, "one_call")
+        calls = Drafter({}).complete(plan)
+        assert calls is not None
+        [one] = Drafter({}).draft(plan, calls)
+        assert one.is_reworded_by(f"Well, {one.text}", plan.tools, is_checked=True)
+        if not calls[0].arguments["breakfast"]:
+            num_without += 1
+            assert not one.is_reworded_by(re.sub("(?i)without ", "", one.text), plan.tools, is_checked=True)
+    assert num_without > 3
+
+
 def test_a_dependent_call_takes_a_value_that_the_message_does_not_say() -> None:
     planner = Planner(HARBOUR, None, seed=4)
     made = [one for index in range(60) for one in draft(planner, index, "dependent_calls")]
