@@ -273,10 +273,11 @@ class Drafter:
         return Call(tool.name, {name: arguments[name] for name in list_properties(tool) if name in arguments})
 
     def _choose(self, tool: Tool, name: str, rng: random.Random) -> Any:
-        """Return a value that the teacher listed, or one that is drawn; None if there is neither."""
+        """Return a value that the teacher listed, or one that is drawn; None if there is neither, or no schema."""
         if known := self._values.get((tool.name, name)):
             return rng.choice(known)
-        schema = describe_properties(tool)[name]
+        if (schema := describe_properties(tool).get(name)) is None:
+            return None
         draws = (draw_value(schema, rng, name, is_free=True) for _ in range(_MAX_DRAWS))
         return next((value for value in draws if value is not None), None)
 

@@ -179,9 +179,14 @@ def read_examples(schema: dict[str, Any]) -> list[Any]:
 
 
 def list_properties(tool: Tool) -> dict[str, Any]:
-    """Return the parameters of a tool with their schemas; empty if they are not an object of schemas."""
+    """Return the parameters of a tool with their schemas; empty if they are not an object of schemas.
+
+    ``true``, the schema that allows every value, is returned as ``{}``, which means the same.
+    """
     properties = tool.parameters.get("properties")
-    return {k: v for k, v in properties.items() if isinstance(v, dict)} if isinstance(properties, dict) else {}
+    if not isinstance(properties, dict):
+        return {}
+    return {k: {} if v is True else v for k, v in properties.items() if v is True or isinstance(v, dict)}
 
 
 def list_required(tool: Tool) -> list[str]:

@@ -178,6 +178,19 @@ def test_a_rewording_that_loses_a_negation_is_not_used() -> None:
     assert num_without > 3
 
 
+def test_a_required_parameter_of_any_value_is_listed_and_one_without_a_schema_has_no_value() -> None:
+    anything = make_tool("set_value", "Set a value of the store.", value=True)
+    assert list_unknown([anything]) == [(anything, "value")]
+    plan = Planner([anything], None, seed=1, hides_tools=True).plan(0, "one_call")
+    assert Drafter({}).complete(plan) is None
+    assert Drafter({("set_value", "value"): ["amber"]}).complete(plan) == (Call("set_value", {"value": "amber"}),)
+    number = {"type": "integer", "minimum": 1, "maximum": 99}
+    parameters = {"type": "object", "properties": {"number": number}, "required": ["number", "tenant"]}
+    undescribed = Tool({"name": "open_ticket", "description": "Open a ticket.", "parameters": parameters})
+    assert list_unknown([undescribed]) == []
+    assert Drafter({}).complete(Planner([undescribed], None, seed=1, hides_tools=True).plan(0, "one_call")) is None
+
+
 def test_a_dependent_call_takes_a_value_that_the_message_does_not_say() -> None:
     planner = Planner(HARBOUR, None, seed=4)
     made = [one for index in range(60) for one in draft(planner, index, "dependent_calls")]
