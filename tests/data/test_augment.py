@@ -423,6 +423,23 @@ def test_a_repeated_request_has_a_call_for_each_of_its_values() -> None:
     assert len(num_calls) > 1
 
 
+def test_requests_are_joined_only_if_their_rows_have_the_same_system_prompts() -> None:
+    def make(city: str, *system: str) -> ParsedRow:
+        messages = [Message("system", text) for text in system]
+        messages.append(Message("user", f"Reports in {city} today, at most 3 days"))
+        messages.append(Message("assistant", calls=(Call(make_tool(0).name, {"city": city, "max_days": 3}),)))
+        return to_parsed(Conversation(tuple(messages), (make_tool(0),)))
+
+    days = [f"Today is 2024-05-{day:02}." for day in range(1, 13)]
+    rows = [make(city, day) for day in days for city in ("Paris", "Rome")] + [make("Oslo", "Today is Monday.")]
+    augmenter = open_augmenter(rows, repeat=1.0)
+    for row, forms in expand_all(rows[:-1], augmenter):
+        called = {call.arguments["city"] for call in forms[1].conversation.messages[-1].calls}
+        assert called == {"Paris", "Rome"}, row
+    assert len(augmenter.expand(rows[-1], "rows")) == 1
+    assert len(augmenter.expand(make("Lima"), "rows")) == 1, "a row without a system prompt"
+
+
 # Provenance, refusals and planted mistakes ---------------------------------------------------------------------------
 
 

@@ -146,7 +146,7 @@ class Repetition:
     """How a request for one call can be made one for several.
 
     Attributes:
-        others: Other requests for the tool.
+        others: Other requests for the tool, of rows with the same system prompts.
         values: Other values of the only argument that the request says and that can vary on its own, by its name.
     """
 
@@ -165,7 +165,8 @@ def find_repetition(conversation: Conversation, turn: Turn, pool: ToolPool) -> R
     if message.reasoning or message.content:
         return "a call with an explanation, which several calls would contradict"
     request = conversation.messages[turn.index - 1].content or ""
-    others = tuple(one for one in pool.requests(turn.needed[0]) if one.text and one.arguments != call.arguments)
+    requests = pool.requests(turn.needed[0], conversation)
+    others = tuple(one for one in requests if one.text and one.arguments != call.arguments)
     values = {}
     # Arguments belong together, as a city and its country do; one on its own is free to vary.
     if len(call.arguments) == 1:

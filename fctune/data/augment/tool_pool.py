@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import marshal
 import math
 import random
@@ -15,7 +17,7 @@ from fctune.data.tool_schema import load_schema
 
 MAX_TOOLS = 10_000  # of a pool; later ones are left out, which bounds memory and the time of a search
 _MAX_VALUES = 24  # of a parameter
-_MAX_REQUESTS = 6  # for a tool
+_MAX_REQUESTS = 6  # for a tool, of rows with the same system prompts
 _MAX_COMPANIONS = 16  # of a tool
 _MAX_PER_WORD = 200  # tools that a word leads to; words of more tools say little
 _MAX_RANKED = 40
@@ -63,7 +65,7 @@ class ToolPool:
         self._num_tools: Counter[str] = Counter()  # by word
         self._companions: dict[int, list[int]] = defaultdict(list)
         self._values: dict[tuple[int, str], list[Any]] = {}
-        self._requests: dict[int, list[Request]] = defaultdict(list)
+        self._requests: dict[int, dict[str, list[Request]]] = defaultdict(dict)  # by tool and system prompts
 
     def __len__(self) -> int:
         return len(self.tools)
@@ -90,7 +92,7 @@ class ToolPool:
                     self._add_values(by_name[call.name], call)
         request = _find_request(conversation)
         if request is not None and request[0] in by_name:
-            known_requests = self._requests[by_name[request[0]]]
+            known_requests = self._requests[by_name[request[0]]].setdefault(_digest_system(conversation), [])
             if len(known_requests) < _MAX_REQUESTS and request[1] not in known_requests:
                 known_requests.append(request[1])
 
@@ -104,10 +106,18 @@ class ToolPool:
         number = self._numbers.get(tool.to_json())
         return [] if number is None else self._values.get((number, parameter), [])
 
-    def requests(self, tool: Tool) -> list[Request]:
-        """Return known requests of one call of a tool."""
+    def requests(self, tool: Tool, row: Conversation | None = None) -> list[Request]:
+        """Return known requests of one call of a tool.
+
+        Args:
+            tool: The tool.
+            row: Only those of rows with the system prompts of this one, since others may be of another day or account.
+        """
         number = self._numbers.get(tool.to_json())
-        return [] if number is None else self._requests.get(number, [])
+        known = {} if number is None else self._requests.get(number, {})
+        if row is not None:
+            return known.get(_digest_system(row), [])
+        return [request for requests in known.values() for request in requests]
 
     def draw_others(
         self,
@@ -224,6 +234,11 @@ def _find_request(conversation: Conversation) -> tuple[str, Request] | None:
         return None
     call = spoken[1].calls[0]
     return call.name, Request((spoken[0].content or "").strip(), call.arguments)
+
+
+def _digest_system(conversation: Conversation) -> str:
+    texts = [message.content for message in conversation.messages if message.role == "system"]
+    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=16).hexdigest()
 
 
 def _read_description(tool: Tool) -> str:
