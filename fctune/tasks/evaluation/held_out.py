@@ -16,13 +16,14 @@ from fctune.base.files import write_atomically
 from fctune.config.conditions import parse_conditions
 from fctune.config.sections.data import DataConfig, Fold, RedactConfig, SourceConfig
 from fctune.config.sections.rollouts import RECORDED, is_dialogue_source
+from fctune.data.chunk_encoder import count_repeats
 from fctune.data.conversation import Conversation, Message
 from fctune.data.prepared_set import PreparedSet
 from fctune.data.redaction import Redactor
 from fctune.data.sources import DEFAULT_SELECTION, Selection, scan_source
 from fctune.data.sources.columns import Columns
 from fctune.data.sources.defects import Defect
-from fctune.data.sources.reader import parse_source
+from fctune.data.sources.reader import RowReader, parse_source
 from fctune.data.sources.row_builder import ParsedRow
 from fctune.runs.directory import RunFiles
 from fctune.runs.tune_directory import find_run_dir
@@ -125,7 +126,10 @@ def find_run(path: Path) -> Path | None:
 
 
 class _Source(NamedTuple):
-    """Something that a run was trained on: rows, preference pairs, or cases that it answered itself."""
+    """Something that a run was trained on: rows, preference pairs, or cases that it answered itself.
+
+    Of rows and pairs, only the first ``max_samples`` are read, and those that ``weight`` leaves out are skipped.
+    """
 
     path: str
     kind: Literal["rows", "pairs", "cases"] = "rows"
@@ -134,6 +138,8 @@ class _Source(NamedTuple):
     fold: Fold = "auto"
     selection: Selection = DEFAULT_SELECTION
     redact: RedactConfig | None = None  # of a run that replaces secrets
+    max_samples: int | None = None
+    weight: float = 1.0
 
 
 def _read_sources(run: Path) -> list[_Source]:
@@ -157,7 +163,7 @@ def _list_sources(data: Mapping[str, Any]) -> list[_Source]:
     """Return the sources of a config's ``data`` section."""
     kind: Literal["rows", "pairs"] = "pairs" if data.get("pairs") else "rows"
     redact = RedactConfig(**(data.get("redact") or {})) if data.get("secrets") == "redact" else None
-    replayed = (data.get("replay") or {}).get("sources", ())
+    replayed = [{**source, "weight": 1.0} for source in (data.get("replay") or {}).get("sources", ())]  # drawn instead
     return [
         _Source(
             str(source["path"]),
@@ -171,6 +177,8 @@ def _list_sources(data: Mapping[str, Any]) -> list[_Source]:
                 source.get("wrong_turns", "train"),
             ),
             redact,
+            data.get("max_samples"),
+            float(source.get("weight", 1.0)),
         )
         for source in (*data["sources"], *replayed)
         if source["path"]
@@ -194,8 +202,8 @@ def _iter_messages(source: _Source, held_out: frozenset[str]) -> Iterator[Iterab
         from fctune.data.pairs import PAIRS_FORMAT, Pair, PairReader
 
         reader = PairReader(source.columns)
-        for row in scan_source(source.path, PAIRS_FORMAT, source.columns, "never"):
-            if isinstance(pair := reader.read(row), Pair):
+        for row in islice(scan_source(source.path, PAIRS_FORMAT, source.columns, "never"), source.max_samples):
+            if isinstance(pair := reader.read(row), Pair) and count_repeats(pair.digest(), source.weight):
                 yield from ((*pair.prompt.messages, *answer.messages) for answer in pair.answers)
     else:
         redactor = None if source.redact is None else Redactor(source.redact)
@@ -206,10 +214,16 @@ def _iter_messages(source: _Source, held_out: frozenset[str]) -> Iterator[Iterab
 
 
 def _parse_rows(source: _Source, held_out: frozenset[str]) -> Iterator[ParsedRow]:
+    """Yield the rows of a source that are trained on, as the preparation reads them."""
     selection = source.selection
-    parsed = parse_source(source.path, source.row_format, source.columns, fold=source.fold, selection=selection)
-    rows = (row for row in parsed if not isinstance(row, Defect))
-    yield from (row for row in rows if not held_out or row.digest() not in held_out)
+    reader = RowReader(source.row_format, source.columns, selection=selection)
+    scanned = scan_source(source.path, source.row_format, source.columns, source.fold, selection)
+    for row in islice(scanned, source.max_samples):
+        parsed = reader.read(row)
+        if isinstance(parsed, ParsedRow):
+            digest = parsed.digest()
+            if digest not in held_out and count_repeats(digest, source.weight):
+                yield parsed
 
 
 def read_questions(messages: Iterable[Message]) -> tuple[str, ...]:

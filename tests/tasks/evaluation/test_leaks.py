@@ -12,6 +12,7 @@ import pytest
 from eval import tool_calls
 from fctune.base.errors import DataError
 from fctune.config.sections.data import DataConfig, SourceConfig
+from fctune.data.conversation import Conversation, Message
 from fctune.data.prepared_set import prepare
 from fctune.data.redaction import Redactor
 from fctune.data.sources.reader import parse_source
@@ -90,6 +91,52 @@ def test_cases_of_reinforcement_are_compared(rows: tuple[Path, Path], write_rows
     leaks = find_leaks(suite.all_cases, gone)
     assert leaks is not None
     assert leaks.unread.keys() == {"no/cases.jsonl"}
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["rows", "pairs"])
+def test_rows_that_a_run_left_out_are_not_in_its_training_data(
+    pairs: bool, write_rows: WriteRows, tmp_path: Path
+) -> None:
+    texts = [f"What is {number} times 7?" for number in range(40)]
+    questions = [{"role": "user", "content": text} for text in texts]
+    cases = [Case(f"case-{n}", "all", Conversation((Message("user", text),)), ()) for n, text in enumerate(texts)]
+    answers = [[{"role": "assistant", "content": text}] for text in ("Done.", "No.")]
+    if pairs:
+        rows = [{"prompt": [one], "chosen": answers[0], "rejected": answers[1]} for one in questions]
+    else:
+        rows = [{"messages": [one, *answers[0]]} for one in questions]
+    run = make_run(tmp_path / "run", write_rows(rows, "rows.jsonl"), pairs=pairs)
+    written = json.loads((run / "run.json").read_text())
+
+    def find(**settings: float) -> tuple[str, ...]:
+        data = written["config"]["data"]
+        source = {**data["sources"][0], "weight": settings.pop("weight", 1.0)}
+        config = {**written["config"], "data": {**data, **settings, "sources": [source]}}
+        (run / "run.json").write_text(json.dumps({"config": config}))
+        leaks = find_leaks(cases, run)
+        assert leaks is not None
+        return leaks.case_ids
+
+    ids = find()
+    assert ids == tuple(case.id for case in cases)
+    assert find(max_samples=10) == ids[:10]
+    some = find(weight=0.5)
+    assert 8 < len(some) < 32
+    assert set(some) < set(find(weight=0.9))
+    assert find(weight=0.5, max_samples=10) == tuple(i for i in some if i in ids[:10])
+
+
+def test_rows_that_a_run_drew_to_replay_count_whatever_their_weight(
+    rows: tuple[Path, Path], write_rows: WriteRows, tmp_path: Path
+) -> None:
+    suite = load_suite(rows[0])
+    run = make_run(tmp_path / "run", write_rows([], "empty.jsonl"))
+    written = json.loads((run / "run.json").read_text())
+    written["config"]["data"]["replay"] = {"sources": [{"path": str(rows[1]), "weight": 1e-9}], "share": "5%"}
+    (run / "run.json").write_text(json.dumps(written))
+    leaks = find_leaks(suite.all_cases, run)
+    assert leaks is not None
+    assert leaks.case_ids == tuple(case.id for case in suite.cases[:2])
 
 
 def test_a_source_that_is_gone_is_named(rows: tuple[Path, Path], tmp_path: Path) -> None:
