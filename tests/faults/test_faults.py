@@ -225,7 +225,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     resumed = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"][-1]
     assert resumed["step"] == before.step
     assert str(victim) in resumed["not_used"][0]
-    assert newest.path.with_name(f"{newest.path.name}.1").is_dir(), "kept, but no longer counted as a checkpoint"
+    assert not newest.path.with_name(f"{newest.path.name}.1").exists(), "deleted when the run has got as far again"
     assert_same_bits(tmp_path / "run", reference)
 
 
