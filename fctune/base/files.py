@@ -97,12 +97,21 @@ def _swap(staging: Path, path: Path) -> None:
         raise
     for replaced in path.parent.glob(f".{glob.escape(path.name)}.*.replaced"):  # and those of killed processes
         with suppress(OSError):
-            _delete(replaced)
+            delete(replaced)
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path, *, ignore_errors: bool = False) -> None:
+    """Delete a directory, file or link, if there is one; of a link, not what it points to.
+
+    Args:
+        path: What to delete.
+        ignore_errors: Leave what cannot be deleted of a directory.
+
+    Raises:
+        OSError: It cannot be deleted.
+    """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=ignore_errors)
     else:
         path.unlink(missing_ok=True)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from fctune.base.errors import CheckpointError
-from fctune.base.files import checksum, flush, write_atomically
+from fctune.base.files import checksum, delete, flush, write_atomically
 from fctune.checkpoint.fault_hooks import fire
 from fctune.checkpoint.files import FileRecord, record_file
 
@@ -98,7 +98,7 @@ class CheckpointStore:
         checkpoint = Checkpoint(final, kind, step)
         self._mark(checkpoint, manifest_checksum)
         self._published = final
-        _delete(removed)
+        delete(removed, ignore_errors=True)
         return checkpoint
 
     def discard(self, kind: Kind, step: int) -> None:
@@ -148,7 +148,7 @@ class CheckpointStore:
         return swept
 
     def set_aside_newer(self, resumed: Checkpoint) -> list[str]:
-        """Rename the complete checkpoints that sort before the one a run resumes from; returns their names.
+        """Rename the complete checkpoints that sort before the one a run resumes from; returns their new names.
 
         They belong to steps that the run takes again, or are damaged. The newest is renamed first, so that those left
         by a crash are still of one course of the run. Links to them are removed.
@@ -159,14 +159,16 @@ class CheckpointStore:
         for link in (self.root / "final", self.root / "best"):
             if link.is_symlink() and link.readlink().name in names:
                 link.unlink()
+        renamed: list[str] = []
         for checkpoint in newer:
             number = 1
             while os.path.lexists(aside := checkpoint.path.with_name(f"{checkpoint.path.name}.{number}")):
                 number += 1
             checkpoint.path.rename(aside)
+            renamed.append(aside.name)
         if newer:
             flush(self.root)
-        return names
+        return renamed
 
     def prune(self) -> list[str]:
         """Delete checkpoints that are no longer kept; returns their names.
@@ -181,7 +183,7 @@ class CheckpointStore:
         newest = complete[0].step if complete else 0
         for entry in self._entries():
             if (aside := _ASIDE.fullmatch(entry.name)) and int(aside[2]) <= newest:
-                _delete(entry)
+                delete(entry, ignore_errors=True)
                 pruned.append(entry.name)
         for kind in _PREFIXES:
             of_kind = [c for c in complete if c.kind == kind]
@@ -192,7 +194,7 @@ class CheckpointStore:
                 fire("prune", checkpoint.path.name)
                 removed = self._removal_path(checkpoint.path)
                 checkpoint.path.rename(removed)  # a kill during deletion leaves nothing that looks complete
-                _delete(removed)
+                delete(removed, ignore_errors=True)
                 pruned.append(checkpoint.path.name)
         return pruned
 
@@ -204,7 +206,7 @@ class CheckpointStore:
 
     def _removal_path(self, path: Path) -> Path:
         removed = path.with_name(f".{path.name}.removed")
-        _delete(removed)
+        delete(removed, ignore_errors=True)
         return removed
 
 
@@ -265,13 +267,6 @@ def verify(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
                 raise CheckpointError(f"{file}: damaged: its checksum differs from the manifest's.")
         except OSError as error:
             raise CheckpointError(f"{file}: damaged: cannot be read ({error.strerror}).") from None
-
-
-def _delete(path: Path) -> None:
-    """Delete a directory, or a link to one on another disk."""
-    if path.is_symlink():
-        path.unlink()
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _parse_name(path: Path) -> Checkpoint | None:

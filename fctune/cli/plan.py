@@ -128,7 +128,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         arguments.gpus_per_node = int(count)
     gpu = problems.collect(lambda: find_gpu(name, options))
     currency = CURRENCY if config is None else config.currency
-    prices = problems.collect(lambda: read_prices(arguments.prices, currency, "" if gpu is None else gpu.name))
+    prices = problems.collect(lambda: read_prices(arguments.prices, currency))
     named = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(PlanRequest)}
     given = {name: value for name, value in named.items() if value is not None}
     given |= {"gpu": gpu or GPUS["h100"], "prices": prices or Prices(), "is_searching": arguments.search}

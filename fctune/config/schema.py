@@ -155,8 +155,8 @@ class RunConfig:
     """Checkpoints."""
     resume: Annotated[str, MAY_CHANGE] = "auto"
     """`auto`: from the newest complete checkpoint of `output_dir`; `never`: start over; or the path of a checkpoint to
-    start from. A run that has begun so is resumed as by `auto`: by the same path until it is complete, by `never` only
-    when its launcher (Slurm, SkyPilot or Kubernetes) starts it again."""
+    start from. An unfinished run that is started again with the same path resumes as with `auto`; with `never`, it does
+    if its launcher (Slurm, SkyPilot or Kubernetes) restarts it."""
     step_timeout_s: Annotated[float | None, Range(gt=0), Null("derived from the run's own steps"), MAY_CHANGE] = None
     """Seconds after which a step that has not finished ends the run."""
     validation: Annotated[ValidationConfig, MAY_CHANGE] = field(default_factory=ValidationConfig)

@@ -165,7 +165,7 @@ def adapter_options(files: ModelFiles, name: str, address: str | None = None) ->
         raise UnservedAdapterError(files.adapter_dir, reason)
     source = address or str(files.adapter_dir)
     module = f"{name}={source}"
-    if "=" in name or "," in module:  # vLLM splits at the first "=", and reads what has a comma as JSON
+    if "," in module or module.count("=") > 1:  # vLLM splits at "=", and reads what has a comma as JSON
         module = json.dumps({"name": name, "path": source})
     options = ["--enable-lora", "--max-lora-rank", str(limit), "--lora-modules", module]
     if files.tokenizer_dir != files.model_dir:

@@ -124,6 +124,11 @@ def find_candidates(prepared: PreparedSet, model_dir: Path) -> Candidates:
     return Candidates(frozenset(supervised), frozenset(present & _added_tokens(model_dir)))
 
 
+def find_largest_token(model_dir: Path) -> int:
+    """Return the largest id of a model's tokenizer."""
+    return max(_load_tokenizer(model_dir).get_vocab().values())
+
+
 def check_vocabulary(tokens: Collection[int], model_dir: Path, architecture: Architecture) -> None:
     """Check that the model has rows for tokens of the data; an extended tokenizer needs a resized embedding.
 

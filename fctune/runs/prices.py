@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fctune.base.errors import ConfigError
-from fctune.base.gpus import GPUS, match_gpu
+from fctune.base.gpus import match_gpu
 from fctune.config.loading import read_yaml_mapping
 
 LIST_PRICES = Path(__file__).with_name("prices.yaml")
@@ -59,20 +59,19 @@ class Cost:
         return self.gpus + sum(part or 0.0 for part in (self.shared_disk, self.network_disks, self.traffic))
 
 
-def read_prices(path: Path | None = None, currency: str = CURRENCY, other_gpu: str = "") -> Prices:
+def read_prices(path: Path | None = None, currency: str = CURRENCY) -> Prices:
     """Read the list prices, with those of a file of the same form in their place.
 
     Args:
         path: File with prices in ``currency``; None: the list prices alone.
         currency: The list prices count in their own only.
-        other_gpu: Name of a GPU that is not in ``GPUS`` and may have a price.
 
     Raises:
-        ConfigError: The file cannot be read, has an unknown key or GPU, or a price that is not a number.
+        ConfigError: The file cannot be read, has an unknown key, or a price that is not a number.
     """
     found = _parse(LIST_PRICES) if currency == CURRENCY else {}
     if path is not None:
-        own = _parse(path, other_gpu)
+        own = _parse(path)
         found |= own | {"gpu_hour": found.get("gpu_hour", {}) | own.get("gpu_hour", {})}
     return Prices(**found)
 
@@ -109,7 +108,7 @@ def compute_cost(
     )
 
 
-def _parse(path: Path, other_gpu: str = "") -> dict[str, Any]:
+def _parse(path: Path) -> dict[str, Any]:
     raw = read_yaml_mapping(path)
     if unknown := sorted(map(str, raw.keys() - set(_KEYS))):
         raise ConfigError(f"{path}: {unknown[0]}: unknown key; expected {', '.join(_KEYS)}.")
@@ -122,18 +121,12 @@ def _parse(path: Path, other_gpu: str = "") -> dict[str, Any]:
             raise ConfigError(f"{path}: gpu_hour: expected a mapping of GPUs to prices, got {value!r}.")
         parsed[key] = {}
         for name, price in value.items():
-            gpu = str(name) if name == other_gpu else _find_key(path, str(name))
+            # Others may be described by options of fctune plan.
+            gpu = known.name if (known := match_gpu(str(name))) is not None else str(name)
             if gpu in parsed[key]:
                 raise ConfigError(f"{path}: gpu_hour.{name}: a second price of {gpu}; keep one.")
             parsed[key][gpu] = _parse_price(path, f"gpu_hour.{name}", price)
     return parsed
-
-
-def _find_key(path: Path, name: str) -> str:
-    """Return the key of ``GPUS`` that a name in a file means, in any spelling."""
-    if (gpu := match_gpu(name)) is None:
-        raise ConfigError(f"{path}: gpu_hour.{name}: unknown GPU; known: {', '.join(GPUS)}.")
-    return gpu.name
 
 
 def _parse_price(path: Path, key: str, value: Any) -> Price:

@@ -160,7 +160,9 @@ class Run:
         if swept:
             logger.info("checkpoints: deleted the incomplete ones of an earlier run: %s", ", ".join(swept))
         if aside:
-            logger.info("checkpoints: renamed those that this run no longer uses, with a number: %s", ", ".join(aside))
+            logger.info(
+                "checkpoints: set aside %s; to use one again, remove the number from its name", ", ".join(aside)
+            )
         if resume is not None:
             logger.info("resuming from %s, after step %d", resume.checkpoint.path, resume.checkpoint.step)
 
@@ -168,7 +170,7 @@ class Run:
         """Delete incomplete checkpoints, and set aside those that would be used before the one to resume from.
 
         Returns:
-            Names of the deleted ones, and former names of those set aside.
+            Names of the deleted ones, and of those set aside.
 
         Raises:
             ConfigError: The directory cannot be written.
@@ -348,7 +350,7 @@ def choose_start(run: Run, config: RunConfig) -> None:
     if resume != "auto" and distributed.run_on_rank_0(
         lambda: bool(run.store.list_complete()) and run.directory.has_applied(resume)
     ):
-        logger.info("resume=%s: this run has started so already, and continues from its own checkpoints", resume)
+        logger.info("resume=%s was applied before; resuming from this run's newest checkpoint", resume)
         resume = "auto"
     run.resume, run.not_used = choose_checkpoint(resume, run.store, run.world)
 

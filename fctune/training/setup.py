@@ -57,7 +57,7 @@ from fctune.models.packing_proof import prove_packing
 from fctune.models.planned_model import shape_teacher
 from fctune.models.precision import check_device, choose_precision, is_emulated
 from fctune.models.sources import build_model, read_architecture
-from fctune.models.token_choice import TokenChoice, check_vocabulary, choose_tokens, find_candidates
+from fctune.models.token_choice import TokenChoice, check_vocabulary, choose_tokens, find_candidates, find_largest_token
 from fctune.models.token_rows import train_tokens_
 from fctune.models.untrained_tokens import Candidates
 from fctune.parallel.activations import apply_activation_checkpointing_, compile_blocks_, use_float8_matmuls_
@@ -294,7 +294,7 @@ def check_data_tokens(model: CausalLM, model_dir: Path, prepared: PreparedSet | 
     """
 
     def check() -> None:
-        if prepared is not None:
+        if prepared is not None and find_largest_token(model_dir) >= model.architecture.vocab_size:
             beyond = list_tokens_from(prepared, model.architecture.vocab_size)
             check_vocabulary(beyond, model_dir, model.architecture)
 

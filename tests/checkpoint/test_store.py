@@ -138,9 +138,9 @@ def test_newer_checkpoints_and_links_to_them_are_set_aside_and_never_used(tmp_pa
     store.link(publish(store, 4, "elastic"), "best")
     store.link(publish(store, 6, "elastic"), "final")
     assert store.set_aside_newer(Checkpoint(tmp_path / "elastic-checkpoint-4", "elastic", 4)) == [
-        "checkpoint-6",
-        "elastic-checkpoint-6",
-        "checkpoint-4",
+        "checkpoint-6.1",
+        "elastic-checkpoint-6.1",
+        "checkpoint-4.2",
     ]
     assert [c.path.name for c in store.list_complete()] == ["elastic-checkpoint-4", "checkpoint-2"]
     assert store.list_unmarked() == []

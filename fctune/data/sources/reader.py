@@ -333,7 +333,10 @@ def list_files(path: str) -> list[str]:
     if os.path.isdir(path):
         names = sorted(name for name in _walk(path) if _may_hold_rows(name))
         if not names:
-            raise DataError(f"{path}: no data files in this directory. Expected {', '.join(DATA_SUFFIXES)}.")
+            raise DataError(
+                f"{path}: no data files in this directory; outputs of fctune in it are not read. Expected "
+                f"{', '.join(DATA_SUFFIXES)}."
+            )
         return [os.path.join(path, name) for name in names]
     if not os.path.exists(path):
         raise DataError(

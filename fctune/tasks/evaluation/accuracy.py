@@ -103,8 +103,9 @@ def find_accuracies(record: RunRecord) -> list[Accuracy]:
             evaluated = [model, Path(adapter)] if adapter else [model]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
-        rows = summary_path.with_name(summary_path.name.removesuffix(".summary.json") + ".jsonl")
-        if not rows.is_file():
+        stem = summary_path.name.removesuffix(".summary.json")
+        candidates = (summary_path.with_name(f"{stem}.jsonl"), summary_path.with_name(stem))
+        if (rows := next(filter(Path.is_file, candidates), None)) is None:
             continue
         is_inside = summary_path.resolve().is_relative_to(run)
         if any(p.resolve().is_relative_to(run) or (is_inside and p.is_relative_to(written_to)) for p in evaluated):

@@ -222,8 +222,12 @@ def name_beside(path: Path, suffix: str) -> Path:
 
 def read_settings(path: str | Path) -> dict[str, Any] | None:
     """Return the settings of a results file; None if they are missing."""
+    path = Path(path)
+    file = name_beside(path, ".settings.json")
+    if not file.exists():
+        file = path.with_suffix(".settings.json")  # that of llama-3.1 was once llama-3.settings.json
     try:
-        settings = json.loads(name_beside(Path(path), ".settings.json").read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return settings if isinstance(settings, dict) else None

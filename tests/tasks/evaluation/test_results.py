@@ -150,6 +150,11 @@ def test_names_that_end_in_a_version_share_no_file(suite: Suite, tmp_path: Path)
         assert json.loads((tmp_path / f"llama-{version}.summary.json").read_text()) == {"model": version}
 
 
+def test_settings_of_an_earlier_name_are_still_read(tmp_path: Path) -> None:
+    (tmp_path / "llama-3.settings.json").write_text('{"model": "3.1"}')
+    assert read_settings(tmp_path / "llama-3.1") == {"model": "3.1"}
+
+
 def test_a_name_is_no_pattern(suite: Suite, tmp_path: Path) -> None:
     for name in ("x[exp]", "xe"):
         (tmp_path / f"{name}.settings.json").write_text("{}")
