@@ -126,7 +126,7 @@ def find_candidates(prepared: PreparedSet, model_dir: Path) -> Candidates:
 
 def find_largest_token(model_dir: Path) -> int:
     """Return the largest id of a model's tokenizer."""
-    return max(_load_tokenizer(model_dir).get_vocab().values())
+    return int(max(_load_tokenizer(model_dir).get_vocab().values()))
 
 
 def check_vocabulary(tokens: Collection[int], model_dir: Path, architecture: Architecture) -> None:
