@@ -116,6 +116,14 @@ def delete(path: Path, *, ignore_errors: bool = False) -> None:
         path.unlink(missing_ok=True)
 
 
+def find_free_name(path: Path) -> Path:
+    """Return the path with the first number behind its name that is not taken: ``mine.1`` for ``mine``."""
+    number = 1
+    while os.path.lexists(free := path.with_name(f"{path.name}.{number}")):
+        number += 1
+    return free
+
+
 def run_within(limit_s: float, action: Callable[[], object]) -> bool:
     """Run ``action`` on a thread, for at most ``limit_s``, because a disk may hang; returns True if it has ended.
 

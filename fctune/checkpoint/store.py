@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from fctune.base.errors import CheckpointError
-from fctune.base.files import checksum, delete, flush, write_atomically
+from fctune.base.files import checksum, delete, find_free_name, flush, write_atomically
 from fctune.checkpoint.fault_hooks import fire
 from fctune.checkpoint.files import FileRecord, record_file
 
@@ -161,9 +161,7 @@ class CheckpointStore:
                 link.unlink()
         renamed: list[str] = []
         for checkpoint in newer:
-            number = 1
-            while os.path.lexists(aside := checkpoint.path.with_name(f"{checkpoint.path.name}.{number}")):
-                number += 1
+            aside = find_free_name(checkpoint.path)
             checkpoint.path.rename(aside)
             renamed.append(aside.name)
         if newer:

@@ -294,16 +294,6 @@ def list_tokens(prepared: PreparedSet) -> tuple[set[int], set[int]]:
     return supervised, present
 
 
-def list_tokens_from(prepared: PreparedSet, first: int) -> set[int]:
-    """Return the tokens of a set with an id of at least ``first``; faster than ``list_tokens``, as they are few."""
-    found: set[int] = set()
-    for start in range(0, len(prepared.tokens), _CHUNK_TOKENS):
-        tokens = prepared.tokens[start : start + _CHUNK_TOKENS]
-        found.update(np.unique(tokens[tokens >= first]).tolist())
-    prepared.release_pages()
-    return found
-
-
 def describe_counts(prepared: PreparedSet) -> list[str]:
     """Summarise the rows that were kept, skipped and dropped, one line per nonzero count."""
     counts = prepared.counts

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from fctune.base.errors import ConfigError
-from fctune.base.files import is_in_use, write_atomically
+from fctune.base.files import find_free_name, is_in_use, write_atomically
 from fctune.base.processes import count_srun_tasks
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class RunDirectory(RunFiles):
         moved: Path | None = None
         try:
             if self.run.exists():
-                moved, is_locked = self._free_name(), self._lock is not None
+                moved, is_locked = find_free_name(self.path), self._lock is not None
                 self.path.rename(moved)
                 if is_locked:  # the lock file moved with the directory
                     self.unlock()
@@ -328,12 +328,6 @@ class RunDirectory(RunFiles):
             except (ValueError, KeyError, TypeError):  # informative only, so no reason to fail
                 segment["exit"] = {"code": None, "reason": "exit.json cannot be read"}
         return segment
-
-    def _free_name(self) -> Path:
-        number = 1
-        while (path := self.path.with_name(f"{self.path.name}.{number}")).exists():
-            number += 1
-        return path
 
     def _cannot_write(self, error: OSError) -> ConfigError:
         return ConfigError(

@@ -179,10 +179,10 @@ class Run:
             swept = self.store.sweep()
             aside = self.store.set_aside_newer(resume.checkpoint)
             best = resume.state["best"]
-            complete = self.store.list_complete() if aside and best is not None else []
-            for checkpoint in complete:
-                if (checkpoint.kind, checkpoint.step) == ("elastic", best["step"]):
-                    self.store.link(checkpoint, "best")
+            if aside and best is not None:
+                for checkpoint in self.store.list_complete():
+                    if (checkpoint.kind, checkpoint.step) == ("elastic", best["step"]):
+                        self.store.link(checkpoint, "best")
         except OSError as error:
             raise ConfigError(
                 f"{self.store.root}: cannot be written ({error.strerror}). Make it writable, or set another output_dir."

@@ -41,7 +41,7 @@ from fctune.data.chunk_encoder import Counts
 from fctune.data.prepared_set import (
     PreparedSet,
     describe_counts,
-    list_tokens_from,
+    list_tokens,
     open_prepared,
     prepare,
     resolve_batch_size,
@@ -295,8 +295,7 @@ def check_data_tokens(model: CausalLM, model_dir: Path, prepared: PreparedSet | 
 
     def check() -> None:
         if prepared is not None and find_largest_token(model_dir) >= model.architecture.vocab_size:
-            beyond = list_tokens_from(prepared, model.architecture.vocab_size)
-            check_vocabulary(beyond, model_dir, model.architecture)
+            check_vocabulary(list_tokens(prepared)[1], model_dir, model.architecture)
 
     distributed.run_on_rank_0(check)
 

@@ -120,10 +120,10 @@ class Study:
 
     @property
     def job_prefix(self) -> str:
-        """What the names of the study's jobs start with: its directory's name, and a code of the whole path.
+        """Prefix of the names of the study's jobs: its directory's name, and a digest of the whole path.
 
-        Two studies, such as ``llama/sweep`` and ``qwen/sweep``, have different ones. Schedulers take letters, digits,
-        dots, hyphens and underscores, and SkyPilot a letter first.
+        So jobs of ``llama/sweep`` and ``qwen/sweep`` differ. Schedulers take letters, digits, dots, hyphens and
+        underscores, and SkyPilot a letter first.
         """
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.path.name).strip("-_.")
         name = name if name[:1].isalpha() else f"sweep-{name}".rstrip("-")
